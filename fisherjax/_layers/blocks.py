@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from fisherjax._layers import uses
+from fisherjax._layers import mixing, uses
 from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.views import LoopObstacle, View
@@ -55,7 +55,7 @@ def _read_loop(walk: uses.Walk, equation: Any, loop: Loop) -> tuple[uses.Reading
     data = {
         v
         for v, outer in operands
-        if v not in views and (_is_in(outer, walk.data) or uses.has_examples(v))
+        if v not in views and (_is_in(outer, walk.data) or mixing.has_examples(v))
     }
     outputs, before = [v for v in loop.outputs if v is not None], None
     while data != before:

@@ -21,7 +21,7 @@ from fisherjax._core import compat
 from fisherjax._layers.arrangement import inputs_of_use
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
-from fisherjax._layers.pairs import network_of
+from fisherjax._layers.reading import network_of
 from fisherjax.typing import Apply, Array, Inputs, Params
 
 

@@ -7,7 +7,8 @@ makes two layers.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -108,6 +109,18 @@ def _order(layer: Layer) -> list[int]:
     outputs = [axis % len(axes) for axis in layer.outputs]
     rows = [axis for axis in axes if axis not in (*layer.groups, *outputs)]
     return [*layer.groups, *rows, *outputs]
+
+
+def count_layers(layers: Iterable[Layer]) -> str:
+    """Return the number of layers of each form in words: "2 dense and 1 convolution layers"."""
+    # A kernel with three axes may be of attention or of a one-dimensional convolution.
+    kinds = ("dense", "three-axis", "convolution")
+    forms = Counter(
+        kinds[min(max(len(layer.shape), 2), 4) - 2] if layer.form == "product" else layer.form
+        for layer in layers
+    )
+    *before, last = [f"{number:,} {form}" for form, number in forms.items()] or ["no"]
+    return f"{', '.join(before)} and {last} layers" if before else f"{last} layers"
 
 
 def assemble(layers: tuple[Layer, ...], values: dict[str, Array]) -> dict[str, Array]:

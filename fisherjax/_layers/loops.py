@@ -25,6 +25,7 @@ from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import feeders
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.operations import Use
+from fisherjax._layers.reading import LayersNotFoundError, read_network
 from fisherjax._layers.views import LoopObstacle, Place, Source
 from fisherjax.typing import Apply, Array, Inputs, Params
 
@@ -48,9 +49,9 @@ def trace(apply: Apply, params: Params, inputs: Inputs) -> pairs.Trace:
         return pairs.first_example(trace(apply, params, pairs.twice(inputs)))
     names, leaves = tree.names(params), jax.tree.leaves(params)
     try:
-        network, reading = pairs.read_network(apply, params, inputs, blocks.read, keep_loops=True)
+        network, reading = read_network(apply, params, inputs, blocks.read, keep_loops=True)
         first = {n: blocks.group_block(r, names, leaves) for n, r in reading.loops.items()}
-    except (LoopObstacle, pairs.LayersNotFoundError):
+    except (LoopObstacle, LayersNotFoundError):
         return pairs.trace(apply, params, inputs)
     parts, uncovered = group(reading, names, leaves)
     if not first:

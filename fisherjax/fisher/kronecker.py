@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import numpy as np
 from fisherjax import tree
 from fisherjax._core import linalg
 from fisherjax._layers.feeders import Feeders
-from fisherjax._layers.layer import Layer, assemble, matrix
+from fisherjax._layers.layer import Layer, assemble, count_layers, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, describe_stack, ravel
 from fisherjax.typing import Array, Params
 
@@ -59,12 +58,12 @@ class Kronecker(Blockwise):
         """Return a description in one line: leaves, layers by form, parameters, dtypes."""
         leaves = jax.tree.leaves((self.factors, self.entries))
         # While JAX rebuilds a pytree, any object may take the place of the factors.
-        # An output factor is a matrix, or one for each group; an input factor may be a vector.
+        factors = self.factors if isinstance(self.factors, dict) else {}
+        # An output factor is always a matrix; an input factor may be a vector.
         grouped = {layer.kernel for layer in self.layers if layer.groups}
-        named = self.factors.items() if isinstance(self.factors, dict) else ()
-        first = [(x.get("output"), 2 + (n in grouped)) for n, x in named if isinstance(x, dict)][:1]
-        stack = [words for x, axes in first for words in describe_stack(x, axes)]
-        details = self.template.describe(_count_layers(self.layers))
+        named = [(n, x["output"]) for n, x in factors.items() if isinstance(x, dict)][:1]
+        stack = [words for n, x in named for words in describe_stack(x, 2 + (n in grouped))]
+        details = self.template.describe(count_layers(self.layers))
         return f"Kronecker({', '.join([*stack, *details, *tree.dtypes(leaves)])})"
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Kronecker":
@@ -229,18 +228,6 @@ class Kronecker(Blockwise):
         columns = jax.vmap(lambda e: ravel(self.mv(self.template.unravel(e))))
         dtype = jnp.result_type(*jax.tree.leaves((self.factors, self.entries)))
         return columns(jnp.eye(size, dtype=dtype)).T
-
-
-def _count_layers(layers: tuple[Layer, ...]) -> str:
-    """Return the number of layers of each form in words: "2 dense and 1 convolution layers"."""
-    # A kernel with three axes may be of attention or of a one-dimensional convolution.
-    kinds = ("dense", "three-axis", "convolution")
-    forms = Counter(
-        kinds[min(max(len(layer.shape), 2), 4) - 2] if layer.form == "product" else layer.form
-        for layer in layers
-    )
-    *before, last = [f"{number:,} {form}" for form, number in forms.items()] or ["no"]
-    return f"{', '.join(before)} and {last} layers" if before else f"{last} layers"
 
 
 def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:
