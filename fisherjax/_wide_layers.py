@@ -84,8 +84,13 @@ def is_wide(factor: dict[str, Array]) -> bool:
 
 
 def split_wide(fishers: Kronecker) -> tuple[Kronecker, dict[str, dict[str, Array]]]:
-    """Return the operator without wide layers, and the factors of these by kernel name."""
-    wide = {name: factor for name, factor in fishers.factors.items() if is_wide(factor)}
+    """Return the operator without wide layers, and the factors of these by kernel name.
+
+    A layer with groups has smaller factors, and is never among them.
+    """
+    grouped = {layer.kernel for layer in fishers.layers if layer.groups}
+    factors = fishers.factors.items()
+    wide = {name: factor for name, factor in factors if name not in grouped and is_wide(factor)}
     narrow = {name: factor for name, factor in fishers.factors.items() if name not in wide}
     return dataclasses.replace(fishers, factors=narrow), wide
 

@@ -78,8 +78,9 @@ BUILT = {  # folders whose files build on one another
         "secrecy",
     ],
     "_layers": [
-        *("equations", "views", "operations", "uses", "normalized_values", "normalization"),
-        *("layer", "feeders", "blocks", "arrangement", "pairs", "loops", "locations", "graph"),
+        *("computed", "rewriting", "equations", "views", "mixing", "operations", "uses"),
+        *("normalized_values", "normalization", "layer", "reading", "feeders", "blocks"),
+        *("arrangement", "pairs", "loops", "locations", "graph"),
     ],
     "fisher": [
         *("_columns", "kinds", "operators", "kronecker", "kronecker_sum", "_passes"),

@@ -51,14 +51,20 @@ def at_layers(
 
 
 def inputs_of_use(use: Use, equation: Any, value: Array) -> Array:
-    """Return the inputs of a product or convolution as [B, T, rows of the layer's matrix]."""
+    """Return the inputs of a product or convolution as [B, T, rows of the layer's matrix].
+
+    The rows of one group come after the other.
+    """
     if use.form == operations.CONVOLUTION:
         return _patches(use, equation, value)
     return _arrange(value, use.input_axes)
 
 
 def activations(part: Part, network: Flat | Loop, read: dict[Source, Array], batch: int) -> Array:
-    """Return a layer's inputs [B, T, a] from the values that its uses read, by place."""
+    """Return a layer's inputs [B, T, a] from the values that its uses read, by place.
+
+    Those of a layer with groups are [B, T, groups, a].
+    """
     layer = part.layer
     if layer.form == "scale":
         return jnp.zeros((batch, 0, math.prod(layer.shape)))
@@ -67,21 +73,21 @@ def activations(part: Part, network: Flat | Loop, read: dict[Source, Array], bat
         return jnp.concatenate(rows, axis=1)
     equations = network.equations
     values = [inputs_of_use(u, equations[u.tangent[0]], read[u.inputs]) for u in part.uses]
-    inputs = jnp.concatenate(values, axis=1)
+    inputs = _split_groups(_beside(values, batch), layer)
     if layer.bias is None:
         return inputs
     return jnp.concatenate([inputs, jnp.ones((*inputs.shape[:-1], 1), inputs.dtype)], axis=-1)
 
 
-def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict) -> Array:
+def layer_tangents(part: Part, tangents: dict[Place, Array], read: dict, batch: int) -> Array:
     """Return a layer's output gradients [B, T, o] from those of its uses, by place.
 
+    Those of a layer with groups are [B, T, groups, o].
     For a scale, and the shift that follows it, return the gradients [B, 1 or 2, o] of the leaves.
     """
     if part.layer.form == "product":
-        return jnp.concatenate(
-            [_arrange(tangents[u.tangent], u.tangent_axes) for u in part.uses], axis=1
-        )
+        values = [_arrange(tangents[u.tangent], u.tangent_axes) for u in part.uses]
+        return _split_groups(_beside(values, batch), part.layer)
     if part.layer.form == "table":
         return jnp.concatenate([_sum_positions(tangents, use) for use in part.uses], axis=1)
     sums = [sum(_sum_positions(tangents, use) * _factor(use, read) for use in part.uses)]
@@ -122,6 +128,16 @@ def _arrange(value: Array, groups: operations.Groups) -> Array:
     return value.transpose(sum(groups, ())).reshape(sizes)
 
 
+def _beside(values: list[Array], batch: int) -> Array:
+    """Concatenate values along the locations, those of all images of an example together."""
+    return jnp.concatenate([x.reshape(batch, -1, x.shape[-1]) for x in values], axis=1)
+
+
+def _split_groups(value: Array, layer: Layer) -> Array:
+    """Reshape [B, T, groups * features] to [B, T, groups, features] if a layer has groups."""
+    return value.reshape(*value.shape[:2], *layer.stack, -1) if layer.groups else value
+
+
 def _patches(use: Use, equation: Any, images: Array) -> Array:
     """Return the part of an image that a kernel covers at each output location, [B, T, rows]."""
     how, kernel = equation.params, equation.invars[1].aval.shape
@@ -145,9 +161,13 @@ def _patches(use: Use, equation: Any, images: Array) -> Array:
         )
         # lax's patches have the channels before the places in the window.
         cut = cut.reshape(*cut.shape[:-1], images.shape[-1], math.prod(window)).swapaxes(-1, -2)
-    cut = cut.reshape(images.shape[0], -1, *window, images.shape[-1])
+    groups = how["feature_group_count"]
+    # [B, T, *window, groups, channels of a group] -> [B, T, groups, axes of the kernel].
+    cut = cut.reshape(images.shape[0], -1, *window, groups, images.shape[-1] // groups)
     order = sorted(range(len(use.input_axes)), key=lambda axis: use.input_axes[axis])
-    return cut.transpose(0, 1, *(axis + 2 for axis in order)).reshape(*cut.shape[:2], -1)
+    place = len(window) + 2
+    axes = (axis + 2 + (axis == len(window)) for axis in order)
+    return cut.transpose(0, 1, place, *axes).reshape(*cut.shape[:2], -1)
 
 
 def convolve(equation: Any, operands: list[Array]) -> list[Array]:
@@ -164,6 +184,7 @@ def convolve(equation: Any, operands: list[Array]) -> list[Array]:
         how["window_strides"],
         how["padding"],
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=how["feature_group_count"],
         precision=how["precision"],
         preferred_element_type=how["preferred_element_type"],
     )

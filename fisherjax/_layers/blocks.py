@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
-from fisherjax._layers import uses
+from fisherjax._layers import mixing, uses
 from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.views import LoopObstacle, View
@@ -24,7 +24,7 @@ Blocks = dict[int, list[Part]]
 NETWORK = -1  # stands for the number of a loop's equation, for layers in no loop
 
 
-def read(network: Flat) -> uses.Reading:
+def read(network: Flat, *, is_apart: bool = False) -> uses.Reading:
     """Read the uses of all leaves, those in a loop as uses of its first block.
 
     Raises:
@@ -32,6 +32,7 @@ def read(network: Flat) -> uses.Reading:
     """
     whole = {v: uses.whole(leaf, v) for leaf, v in enumerate(network.leaves)}
     walk = uses.start(network, whole, {*network.inputs}, [network.output])
+    walk = walk._replace(is_apart=is_apart)
     mixes, loops, stacks = False, {}, []
     for number, equation in enumerate(network.equations):
         if number in network.loops:
@@ -54,13 +55,13 @@ def _read_loop(walk: uses.Walk, equation: Any, loop: Loop) -> tuple[uses.Reading
     data = {
         v
         for v, outer in operands
-        if v not in views and (_is_in(outer, walk.data) or uses.has_examples(v))
+        if v not in views and (_is_in(outer, walk.data) or mixing.has_examples(v))
     }
     outputs, before = [v for v in loop.outputs if v is not None], None
     while data != before:
         # A value that is carried depends on the inputs if that of the step before does.
         before = data
-        step = uses.start(loop, views, data, outputs)
+        step = uses.start(loop, views, data, outputs)._replace(is_apart=walk.is_apart)
         mixes = [uses.read_equation(step, i, one) for i, one in enumerate(loop.equations)]
         carried = zip((loop.arguments[i] for i in loop.carry), loop.outputs, strict=False)
         data = data | {v for v, out in carried if _is_in(out, step.data)}

@@ -8,13 +8,13 @@ from jax.extend.core import Literal
 
 from fisherjax import nn
 from fisherjax._core import compat
+from fisherjax._layers import computed, rewriting
+from fisherjax._layers.rewriting import CONSTANTS, INPUTS, PARAMS, Value
 from fisherjax.typing import Apply, Params
 
 # Loops with more steps, and loops over the examples, are kept: no layers are found inside them.
 _MOST_STEPS = 128
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
-# What a value depends on. A result has the largest number among its operands.
-_CONSTANTS, _PARAMS, _INPUTS = range(3)
 
 EvaluateEquation = Callable[[int, Any, list[Any]], list[Any]]
 """`(number of an equation, equation, values of its operands) -> values of its results`."""
@@ -85,9 +85,9 @@ def flatten(apply: Apply, params: Params, inputs: Any, *, keep_loops: bool = Fal
         trace_anew = jax.debug_key_reuse(not current)
         with nn.observe_convolutions(_convolve), trace_anew:
             jaxpr = jax.make_jaxpr(apply)(params, inputs)
-        leaves = [(leaf, _PARAMS) for leaf in jax.tree.leaves(params)]
-        data = [(x, _INPUTS) for x in jax.tree.leaves(inputs)]
-        return _run_jaxpr(jaxpr, [*leaves, *data], keep_loops)[0][0]
+        leaves = [(leaf, PARAMS) for leaf in jax.tree.leaves(params)]
+        data = [(x, INPUTS) for x in jax.tree.leaves(inputs)]
+        return computed.evaluate(_run_jaxpr(jaxpr, [*leaves, *data], keep_loops)[0][0])
 
     closed = jax.make_jaxpr(run_inlined)(params, inputs)
     jaxpr = closed.jaxpr
@@ -113,11 +113,11 @@ def _find_loops(
     leaves: list[Any], inputs: list[Any], equations: list[Any], needed: set[Any]
 ) -> dict[int, Loop]:
     """Trace the body of each scan over slices of params."""
-    origins, loops = dict.fromkeys(leaves, _PARAMS) | dict.fromkeys(inputs, _INPUTS), {}
+    origins, loops = dict.fromkeys(leaves, PARAMS) | dict.fromkeys(inputs, INPUTS), {}
     for number, one in enumerate(equations):
-        found = [_CONSTANTS if isinstance(v, Literal) else origins.get(v, 0) for v in one.invars]
-        origins |= dict.fromkeys(one.outvars, max(found, default=_CONSTANTS))
-        slices = tuple(i for i, origin in enumerate(found) if origin == _PARAMS)
+        found = [CONSTANTS if isinstance(v, Literal) else origins.get(v, 0) for v in one.invars]
+        origins |= dict.fromkeys(one.outvars, max(found, default=CONSTANTS))
+        slices = tuple(i for i, origin in enumerate(found) if origin == PARAMS)
         if slices and _is_loop(one):
             loops[number] = _read_loop(one, slices, needed)
     return loops
@@ -129,8 +129,8 @@ def _read_loop(equation: Any, slices: tuple[int, ...], needed: set[Any]) -> Loop
     jaxpr = equation.params["jaxpr"]
 
     def step(*values: Any) -> list[Any]:
-        pairs = [(x, _PARAMS if i in slices else _INPUTS) for i, x in enumerate(values)]
-        return [value for value, _ in _run_jaxpr(jaxpr, pairs)]
+        pairs = [(x, PARAMS if i in slices else INPUTS) for i, x in enumerate(values)]
+        return [computed.evaluate(value) for value, _ in _run_jaxpr(jaxpr, pairs)]
 
     avals = [v.aval for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
     closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in avals))
@@ -157,7 +157,7 @@ def _is_loop(equation: Any) -> bool:
 def _is_over_blocks(scan: Any, origins: list[int]) -> bool:
     """Return whether a scan of data, with more than one step, has params as slices only."""
     others = origins[: sum(compat.scan_parts(scan.params))]
-    return scan.params["length"] > 1 and _PARAMS not in others and _INPUTS in origins
+    return scan.params["length"] > 1 and PARAMS not in others and INPUTS in origins
 
 
 def names(network: Flat) -> list[str]:
@@ -194,41 +194,50 @@ def evaluate(
     return [None if v is None else read(v) for v in outputs]
 
 
-def _run_jaxpr(
-    jaxpr: Any, arguments: list[tuple[Any, int]], keep_loops: bool = False
-) -> list[tuple[Any, int]]:
+def _run_jaxpr(jaxpr: Any, arguments: list[Value], keep_loops: bool = False) -> list[Value]:
     """Evaluate a jaxpr without calls, on pairs of a value and what it depends on.
 
-    A scan over blocks is unrolled, unless `keep_loops`.
+    A scan over blocks is unrolled, unless `keep_loops`. Products with computed kernels are
+    rewritten as products with leaves.
     """
     # The body of a rematerialised function is an open jaxpr, without constants.
     body, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-    pairs = {v: (value, _CONSTANTS) for v, value in zip(body.constvars, consts, strict=True)}
+    pairs = {v: (value, CONSTANTS) for v, value in zip(body.constvars, consts, strict=True)}
     pairs |= dict(zip(body.invars, arguments, strict=True))
 
-    def read(variable: Any) -> tuple[Any, int]:
-        return (variable.val, _CONSTANTS) if isinstance(variable, Literal) else pairs[variable]
+    def read(variable: Any) -> Value:
+        return (variable.val, CONSTANTS) if isinstance(variable, Literal) else pairs[variable]
 
     for one in body.eqns:
         operands, name = [read(v) for v in one.invars], one.primitive.name
-        origins = [origin for _, origin in operands]
         if name in _CALLS:
             inner = one.params.get("jaxpr", one.params.get("call_jaxpr"))
             results = _run_jaxpr(inner, operands, keep_loops)
-        elif (
+            pairs |= dict(zip(one.outvars, results, strict=True))
+            continue
+        if (rewritten := rewriting.rewrite(one, operands)) is not None:
+            pairs |= dict(zip(one.outvars, rewritten, strict=True))
+            continue
+        origins = [origin for _, origin in operands]
+        operands = [(computed.evaluate(value), origin) for value, origin in operands]
+        # A value that several equations need is computed once.
+        pairs |= {
+            v: x for v, x in zip(one.invars, operands, strict=True) if not isinstance(v, Literal)
+        }
+        if (
             _is_loop(one)
-            and _PARAMS in origins
+            and PARAMS in origins
             and not (keep_loops and _is_over_blocks(one, origins))
         ):
             results = _unroll(one.params, operands)
         else:
             values = compat.evaluate(one, [value for value, _ in operands])
-            results = [(value, max(origins, default=_CONSTANTS)) for value in values]
+            results = [(value, max(origins, default=CONSTANTS)) for value in values]
         pairs |= dict(zip(one.outvars, results, strict=True))
     return [read(v) for v in body.outvars]
 
 
-def _unroll(scan: dict[str, Any], operands: list[tuple[Any, int]]) -> list[tuple[Any, int]]:
+def _unroll(scan: dict[str, Any], operands: list[Value]) -> list[Value]:
     """Evaluate the steps of a scan one by one, each with its slices of the stacked params."""
     first, count = compat.scan_parts(scan)
     consts, carry = operands[:first], operands[first : first + count]
@@ -239,6 +248,11 @@ def _unroll(scan: dict[str, Any], operands: list[tuple[Any, int]]) -> list[tuple
         slices = [(jax.lax.index_in_dim(x, step, keepdims=False), origin) for x, origin in stacked]
         step_results = _run_jaxpr(scan["jaxpr"], [*consts, *carry, *slices])
         carry, results[step] = step_results[:count], step_results[count:]
+        # The next step reads each result as a value.
+        carry, results[step] = (
+            [(computed.evaluate(x), origin) for x, origin in found]
+            for found in (carry, results[step])
+        )
     columns = zip(*(results[step] for step in steps), strict=True)
     return carry + [
         (jax.numpy.stack([x for x, _ in column]), max(origin for _, origin in column))

@@ -21,7 +21,7 @@ from fisherjax._core import compat
 from fisherjax._layers.arrangement import inputs_of_use
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Layer, Part
-from fisherjax._layers.pairs import network_of
+from fisherjax._layers.reading import network_of
 from fisherjax.typing import Apply, Array, Inputs, Params
 
 
@@ -100,6 +100,8 @@ def _check_layers(parts: list[Part], uncovered: dict[str, str]) -> None:
         if layer.form != "product" or len(layer.outputs) != 1:
             kinds = {"table": "an embedding or a shift", "scale": "a scale, as of BatchNorm"}
             reason = f"it is {kinds.get(layer.form, 'a product over several axes')}"
+        elif layer.groups:
+            reason = "it has a matrix for each group of units, as a grouped convolution"
         elif layer.index or layer.part_of or len(part.uses) > 1:
             reason = "it is used more than once, or is one of a stack"
         if reason is not None:

@@ -7,7 +7,8 @@ makes two layers.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -23,12 +24,15 @@ class Layer(NamedTuple):
     Attributes:
         kernel: Name of the layer: the name of its kernel leaf, with an index if that is a stack.
         bias: Name of the bias leaf, or of the shift that follows a scale, or None.
-        shape: Shape of the kernel, such as [inputs, outputs] or [height, width, channels, outputs].
-        outputs: Axes of the kernel that are columns of V; the others are its rows, in their order.
+        shape: Shape of the kernel, such as [inputs, outputs] or [height, width, channels, outputs];
+            that of a grouped convolution has [groups, outputs of a group] in place of the outputs.
+        outputs: Axes of `shape` that are columns of V; the others are its rows, in their order.
         index: Index in a stack of layers; () if the leaf is no stack.
         form: "product" (dense and convolution layers), "table" (rows that are looked up or added)
             or "scale" (an elementwise product, of a normalisation for instance).
         part_of: Name of the leaf if that is a stack or makes two layers; None if it is `kernel`.
+        groups: Axes of `shape` along which the kernel has a matrix for each group of inputs, as in
+            a grouped convolution. V is then [groups, a, o], and so are all arrays of the layer.
     """
 
     kernel: str
@@ -38,6 +42,7 @@ class Layer(NamedTuple):
     index: tuple[int, ...] = ()
     form: str = "product"
     part_of: str | None = None
+    groups: tuple[int, ...] = ()
 
     @property
     def is_dense(self) -> bool:
@@ -57,27 +62,33 @@ class Layer(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Return the number of columns of V, which is the size of the layer's output."""
+        """Return the number of columns of V, the size of the layer's output, or of a group's."""
         return math.prod(self.shape[axis] for axis in self.outputs)
 
     @property
     def rows(self) -> int:
-        """Return the number of rows of V without the bias, which is the size of its input."""
-        return math.prod(self.shape) // self.columns
+        """Return the number of rows of V without the bias, the size of an input or a group's."""
+        return math.prod(self.shape) // (self.columns * math.prod(self.stack))
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Return the leading axes of V: () for one matrix, (number of groups,) for groups."""
+        sizes = [self.shape[axis] for axis in self.groups]
+        return (math.prod(sizes),) if sizes else ()
 
 
 def matrix(layer: Layer, leaves: Mapping[str, AnyArray]) -> Array:
     """Return a layer's matrix V [a, o] of its leaves by name, with the bias as the last row.
 
-    The rows of a convolution are in the order of the kernel's axes.
+    The rows of a convolution are in the order of the kernel's axes. With groups V is [n, a, o].
     """
-    kernel, last = _slice(leaves[layer.leaf], layer), range(-len(layer.outputs), 0)
-    # The axes of the outputs come last: [kh, kw, cin, o] -> [kh * kw * cin, o].
-    rows = jnp.moveaxis(kernel, layer.outputs, last).reshape(layer.rows, layer.columns)
+    kernel = _slice(leaves[layer.leaf], layer).reshape(layer.shape)
+    # [kh, kw, cin, n, o] -> [n, kh * kw * cin, o].
+    rows = kernel.transpose(_order(layer)).reshape(*layer.stack, layer.rows, layer.columns)
     if layer.bias is None:
         return rows
-    bias = _slice(leaves[layer.bias], layer).reshape(1, -1)
-    return jnp.concatenate([rows, bias])
+    bias = _slice(leaves[layer.bias], layer).reshape(*layer.stack, 1, layer.columns)
+    return jnp.concatenate([rows, bias], axis=-2)
 
 
 def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
@@ -85,12 +96,31 @@ def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
 
     For a layer in a stack they are the slices of the leaves. A bias is a vector [o].
     """
-    axes, last = range(len(layer.shape)), range(-len(layer.outputs), 0)
+    order = _order(layer)
+    kernel = value[..., :-1, :] if layer.bias else value
+    kernel = kernel.reshape([layer.shape[axis] for axis in order])
+    leaves = {layer.leaf: kernel.transpose(sorted(range(len(order)), key=order.__getitem__))}
+    return leaves | ({layer.bias: value[..., -1, :].ravel()} if layer.bias else {})
+
+
+def _order(layer: Layer) -> list[int]:
+    """Return the axes of the kernel's shape in the order groups, rows, outputs."""
+    axes = range(len(layer.shape))
     outputs = [axis % len(axes) for axis in layer.outputs]
-    order = [*(axis for axis in axes if axis not in outputs), *outputs]
-    kernel = (value[:-1] if layer.bias else value).reshape([layer.shape[axis] for axis in order])
-    leaves = {layer.leaf: jnp.moveaxis(kernel, last, layer.outputs)}
-    return leaves | ({layer.bias: value[-1]} if layer.bias else {})
+    rows = [axis for axis in axes if axis not in (*layer.groups, *outputs)]
+    return [*layer.groups, *rows, *outputs]
+
+
+def count_layers(layers: Iterable[Layer]) -> str:
+    """Return the number of layers of each form in words: "2 dense and 1 convolution layers"."""
+    # A kernel with three axes may be of attention or of a one-dimensional convolution.
+    kinds = ("dense", "three-axis", "convolution")
+    forms = Counter(
+        kinds[min(max(len(layer.shape), 2), 4) - 2] if layer.form == "product" else layer.form
+        for layer in layers
+    )
+    *before, last = [f"{number:,} {form}" for form, number in forms.items()] or ["no"]
+    return f"{', '.join(before)} and {last} layers" if before else f"{last} layers"
 
 
 def assemble(layers: tuple[Layer, ...], values: dict[str, Array]) -> dict[str, Array]:
@@ -129,7 +159,7 @@ def group(
             held.setdefault((use.leaf, use.index), {}).setdefault(_way(use), []).append(use)
     # Only a matrix may have uses of two kinds, such as an embedding that is also the head.
     for (leaf, _), ways in held.items():
-        if len(ways) > 1 and (leaves[leaf].ndim != 2 or "scale" in {form for form, _ in ways}):
+        if len(ways) > 1 and (leaves[leaf].ndim != 2 or "scale" in {form for form, *_ in ways}):
             obstacles.setdefault(leaf, "it is used in several ways (shared weights)")
     held = {key: ways for key, ways in held.items() if key[0] not in obstacles}
     partners = _partners(reading, held, leaves)
@@ -139,11 +169,12 @@ def group(
         partner = partners.get(key)
         bias = None if partner is None else names[partner[0]]
         place = f"[{', '.join(map(str, index))}]" if index else ""
-        for number, ((form, outputs), found) in enumerate(held[key].items()):
+        for number, ((form, outputs, groups), found) in enumerate(held[key].items()):
             name = names[leaf] + place + "^T" * number
             shape, whole = leaves[leaf].shape[len(index) :], names[leaf]
             part_of = None if name == whole else whole
-            layer = Layer(name, bias, shape, outputs, index, form, part_of)
+            shape = found[0].shape or shape
+            layer = Layer(name, bias, shape, outputs, index, form, part_of, groups)
             shifts = _all_uses(held[partner]) if form == "scale" and partner else []
             parts.append(Part(layer, found, shifts))
     # Forward order is the order of the first uses.
@@ -151,14 +182,14 @@ def group(
     return parts, {names[leaf]: reason for leaf, reason in sorted(obstacles.items())}
 
 
-def _way(use: Use) -> tuple[str, tuple[int, ...]]:
-    """Return the form of a layer with this use, and the axes of its outputs."""
+def _way(use: Use) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return the form of a layer with this use, and the axes of its outputs and groups."""
     forms = {
         operations.CONVOLUTION: "product",
         operations.LOOKUP: "table",
         operations.SHIFT: "table",
     }
-    return forms.get(use.form, use.form), use.outputs
+    return forms.get(use.form, use.form), use.outputs, use.groups
 
 
 def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
@@ -173,6 +204,8 @@ def _partners(reading: uses.Reading, held: dict, leaves: list[Array]) -> dict:
         [found, *others] = ways.values()
         if others or found[0].form not in (operations.PRODUCT, operations.CONVOLUTION):
             continue
+        if found[0].groups > found[0].outputs:
+            continue  # the entries of such a bias are not in the order groups, outputs
         numbers = [reading.uses.index(use) for use in found]
         for other, shifts in free.items():
             if other[1] == key[1] and [use.after for use in shifts] == numbers:

@@ -25,6 +25,7 @@ from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import feeders
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.operations import Use
+from fisherjax._layers.reading import LayersNotFoundError, read_network
 from fisherjax._layers.views import LoopObstacle, Place, Source
 from fisherjax.typing import Apply, Array, Inputs, Params
 
@@ -48,9 +49,9 @@ def trace(apply: Apply, params: Params, inputs: Inputs) -> pairs.Trace:
         return pairs.first_example(trace(apply, params, pairs.twice(inputs)))
     names, leaves = tree.names(params), jax.tree.leaves(params)
     try:
-        network, reading = pairs.read_network(apply, params, inputs, blocks.read, keep_loops=True)
+        network, reading = read_network(apply, params, inputs, blocks.read, keep_loops=True)
         first = {n: blocks.group_block(r, names, leaves) for n, r in reading.loops.items()}
-    except (LoopObstacle, pairs.LayersNotFoundError):
+    except (LoopObstacle, LayersNotFoundError):
         return pairs.trace(apply, params, inputs)
     parts, uncovered = group(reading, names, leaves)
     if not first:
@@ -61,17 +62,26 @@ def trace(apply: Apply, params: Params, inputs: Inputs) -> pairs.Trace:
 
 
 def of_layers(traced: pairs.Trace, function: Callable, *values: Sequence[Any]) -> list[Any]:
-    """Apply `function(number of the layer, *its values)` to layers, and to all blocks of stacks."""
+    """Apply `function(number of the layer, *its values)` to layers, and to all blocks of stacks.
+
+    It is mapped over the groups of a layer, which are the last axis but one of its values, and the
+    first axis of its results.
+    """
     entries, results = list(zip(*values, strict=True)), [None] * len(traced.layers)
+
+    def apply(number: int, *values: Any) -> Any:
+        one = partial(function, number)
+        return (jax.vmap(one, in_axes=-2) if traced.layers[number].groups else one)(*values)
+
     stacks: dict[int, list[int]] = {}
     for number, layer in enumerate(traced.layers):
         if layer.kernel in traced.stacks:
             stacks.setdefault(len(entries[number][0]), []).append(number)
         else:
-            results[number] = function(number, *entries[number])
+            results[number] = apply(number, *entries[number])
     for numbers in stacks.values():
         # One loop for all stacks, in which XLA computes once what they have in common.
-        every = partial(_each, function, numbers)
+        every = partial(_each, apply, numbers)
         found = jax.lax.map(every, [entries[number] for number in numbers])
         for number, result in zip(numbers, found, strict=True):
             results[number] = result
@@ -136,7 +146,7 @@ def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Arra
         tangents = tangents_of(cotangent)
 
         def of_layer(number: int, part: Part) -> Array:
-            one = partial(arrangement.layer_tangents, part)
+            one = partial(arrangement.layer_tangents, part, batch=batch)
             return _over_blocks(one, programs[number].length, tangents[number], read[number])
 
         return tuple(of_layer(*entry) for entry in layers)
@@ -150,7 +160,7 @@ def _trace(network: Flat, parts: list[Part], first: Blocks, arguments: list[Arra
         uncovered={},
         feeders=feeders(*every),
         locations=tuple(
-            tuple(pairs.location_sizes(programs[number].network, use) for use in part.uses)
+            tuple(pairs.location_sizes(programs[number].network, use, batch) for use in part.uses)
             for number, part in layers
         ),
         stacks=frozenset(part.layer.kernel for found in first.values() for part in found),

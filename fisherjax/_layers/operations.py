@@ -10,7 +10,7 @@ with respect to the result. There is a function for each form, which returns a `
 from typing import Any, NamedTuple
 
 from fisherjax._layers import views
-from fisherjax._layers.views import Axes, Obstacle, Place, View
+from fisherjax._layers.views import MANY, Axes, Obstacle, Place, View
 
 PRODUCT, CONVOLUTION, LOOKUP = "product", "convolution", "lookup"
 SHIFT, SCALE = "shift", "scale"
@@ -26,7 +26,8 @@ class Use(NamedTuple):
         form: Form of the use: PRODUCT, CONVOLUTION, LOOKUP, SHIFT or SCALE.
         leaf: Number of the leaf among the leaves of params.
         index: Index of the slice in a stack of layers; () if the whole leaf is used.
-        outputs: Axes of the slice that are outputs of the layer; the others are its inputs.
+        outputs: Axes of the slice that are outputs of the layer; the others are its inputs, except
+            `groups`.
         tangent: Place of the value whose gradient is the output gradient g.
         tangent_axes: Axes of that value by role.
         inputs: Place of the value that the inputs a are read from: the other operand of a product,
@@ -34,6 +35,9 @@ class Use(NamedTuple):
             are constant.
         input_axes: Axes of that value by role.
         after: For a sum that adds a bias, the number of the use whose product it follows.
+        groups: Axes of the slice along which each group of inputs has a matrix of its own; they are
+            before the features of `tangent_axes` and `input_axes`.
+        shape: Shape of the slice if its axis of outputs is split into groups and outputs; else ().
     """
 
     form: str
@@ -45,15 +49,18 @@ class Use(NamedTuple):
     inputs: Place | range | None = None
     input_axes: Groups = ()
     after: int | None = None
+    groups: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, Axes]:
     """Read a matrix product; return the use, and the leaf's axes along those of the result."""
     contracted, batched = equation.params["dimension_numbers"]
     mine, theirs = contracted[operand], contracted[1 - operand]
-    if any(view.axes[axis] for axis in batched[operand]):
-        raise Obstacle("there is a matrix of it for each group of its inputs")
     shape, batch = equation.invars[1 - operand].aval.shape, batched[1 - operand]
+    # Axes along which the leaf has a matrix for each group of the inputs.
+    apart = zip(batched[operand], batch, strict=True)
+    grouped = {b: label for a, b in apart if (label := view.axes[a])}
     rest = [a for a in range(len(shape)) if a not in (*theirs, *batch)]
     kept = [a for a in range(len(view.axes)) if a not in (*mine, *batched[operand])]
     labelled = {a: group for a, group in enumerate(view.axes) if group is not None}
@@ -63,32 +70,53 @@ def product(number: int, operand: int, equation: Any, view: View) -> tuple[Use, 
     # operand; ~a stands for axis a of the parameter.
     ours = [~a for a in kept]
     result = [*batch, *rest, *ours] if operand == 1 else [*batch, *ours, *rest]
-    example, positions = views.split_examples(shape, [*batch, *rest])
+    example, positions = views.split_examples(
+        shape, [b for b in (*batch, *rest) if b not in grouped]
+    )
     rows, row_axes = views.sort_axes(zip((labelled[a] for a in mine), theirs, strict=True))
     outputs, columns = views.sort_axes((labelled[a], result.index(~a)) for a in kept)
-    views.check_whole(view, rows + outputs)
-    places = tuple(map(result.index, positions))
+    groups, group_axes = views.sort_axes((label, b) for b, label in grouped.items())
+    views.check_whole(view, groups + rows + outputs)
+    places, columns = (
+        tuple(map(result.index, positions)),
+        (*map(result.index, group_axes), *columns),
+    )
     tangent = (number, None), ((result.index(*example),), places, columns)
-    inputs = (number, 1 - operand), (example, positions, row_axes)
-    labels = tuple(view.axes[~a] if a < 0 else None for a in result)
-    return Use(PRODUCT, view.leaf, view.index, outputs, *tangent, *inputs), labels
+    inputs = (number, 1 - operand), (example, positions, group_axes + row_axes)
+    labels = tuple(view.axes[~a] if a < 0 else grouped.get(a) for a in result)
+    found = Use(PRODUCT, view.leaf, view.index, outputs, *tangent, *inputs, groups=groups)
+    return found, labels
 
 
-def convolution(number: int, equation: Any, view: View) -> tuple[Use, Axes]:
-    """Read a convolution with the view as kernel; return the same pair as `product`."""
+def convolution(number: int, equation: Any, view: View, is_apart: bool) -> tuple[Use, Axes]:
+    """Read a convolution with the view as kernel; return the same pair as `product`.
+
+    `is_apart` says that the network was mapped over single examples.
+    """
     how = equation.params
-    if how["feature_group_count"] != 1 or how["batch_group_count"] != 1:
-        raise Obstacle("it belongs to a grouped convolution")
+    if how["batch_group_count"] != 1:
+        raise Obstacle("its convolution has groups of examples")
     if any(axes is None or len(axes) > 1 for axes in view.axes):
         raise Obstacle("its entries are repeated or merged before it is used")
     layout, ndim = how["dimension_numbers"], len(view.axes)
-    example, _ = views.split_examples(equation.outvars[0].aval.shape, [layout.out_spec[0]])
+    example = (layout.out_spec[0],)
+    # Of a network of one example at a time JAX merges the examples with the images of each: such
+    # an axis is split again, by its size, when the values are arranged.
+    if not is_apart or equation.outvars[0].aval.shape[example[0]] % MANY:
+        views.split_examples(equation.outvars[0].aval.shape, example)
     channel, outputs = layout.out_spec[1], view.axes[layout.rhs_spec[0]]
     tangent = (number, None), (example, tuple(layout.out_spec[2:]), (channel,))
     # Patches have the kernel's axes without that of the outputs, spatial axes before channels.
     rows = tuple(view.axes[axis] for axis in (*layout.rhs_spec[2:], layout.rhs_spec[1]))
     labels = tuple(outputs if axis == channel else None for axis in range(ndim))
-    return Use(CONVOLUTION, view.leaf, view.index, outputs, *tangent, (number, 0), rows), labels
+    place, shape, groups, count = *outputs, (), (), how["feature_group_count"]
+    if count > 1:
+        # The outputs are those of one group after the other: [n * o] -> [n, o].
+        shape = (*view.shape[:place], count, view.shape[place] // count, *view.shape[place + 1 :])
+        groups, outputs = outputs, (place + 1,)
+    inputs = (number, 0), rows
+    found = Use(CONVOLUTION, view.leaf, view.index, outputs, *tangent, *inputs, None, groups, shape)
+    return found, labels
 
 
 def lookup(number: int, equation: Any, view: View) -> Use:

@@ -17,7 +17,6 @@ columns, examples and locations itself, because these sums are weighted, masked 
 clients.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -27,12 +26,13 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import compat
 from fisherjax._core.batches import num_rows
-from fisherjax._layers import arrangement, equations, uses
+from fisherjax._layers import arrangement, equations
 from fisherjax._layers.equations import Flat, Loop
 from fisherjax._layers.feeders import Feeders, feeders, output_part
-from fisherjax._layers.layer import Layer, Part, group
+from fisherjax._layers.layer import Layer, Part
 from fisherjax._layers.operations import Use
-from fisherjax._layers.views import MANY, LoopObstacle, Place, Source
+from fisherjax._layers.reading import network_of
+from fisherjax._layers.views import Place, Source
 from fisherjax.typing import Apply, Array, Inputs, Params
 
 
@@ -69,10 +69,6 @@ class Trace(NamedTuple):
     blocks: tuple[Layer, ...] = ()
 
 
-class LayersNotFoundError(ValueError):
-    """An error that says why a network could not be split into layers."""
-
-
 def trace(apply: Apply, params: Params, inputs: Inputs) -> Trace:
     """Run a network, which may be jitted, on a minibatch [B, ...] and return its layers.
 
@@ -101,50 +97,23 @@ def trace_network(
 
     def pullback(cotangent: Array) -> tuple[Array, ...]:
         tangents = tangents_of(cotangent)
-        return tuple(arrangement.layer_tangents(part, tangents, read) for part in found)
+        return tuple(arrangement.layer_tangents(part, tangents, read, batch) for part in found)
 
     layers, sources = tuple(part.layer for part in found), feeders(network, found)
     last = output_part(network, found, uncovered)
-    places = tuple(tuple(location_sizes(network, use) for use in part.uses) for part in found)
+    places = tuple(
+        tuple(location_sizes(network, use, batch) for use in part.uses) for part in found
+    )
     return Trace(outputs, layers, activations, pullback, uncovered, sources, last, places)
 
 
-def network_of(
-    apply: Apply, params: Params, inputs: Inputs
-) -> tuple[Flat, list[Part], dict[str, str]]:
-    """Read a network on a minibatch, or on its shape.
-
-    Returns:
-        The equations, the layers, and the reason for each leaf that belongs to no layer, by name.
-    """
-    network, reading = read_network(apply, params, inputs)
-    return network, *group(reading, tree.names(params), jax.tree.leaves(params))
-
-
-def read_network(
-    apply: Apply,
-    params: Params,
-    inputs: Inputs,
-    read: Callable[[Flat], uses.Reading] = uses.read,
-    *,
-    keep_loops: bool = False,
-) -> tuple[Flat, uses.Reading]:
-    """Return the equations of a network on a minibatch, or on its shape, and the uses in them."""
-    reading, names = _read(apply, params, inputs, read, keep_loops)
-    # The layers were read at `MANY` examples; this trace can be run on the given ones.
-    network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
-    if equations.names(network) != names:
-        raise LayersNotFoundError(
-            f"The network does something else for {num_rows(inputs)} examples than for {MANY}. "
-            "Expected an apply that treats every example alike, however many there are."
-        )
-    return network, reading
-
-
-def location_sizes(network: Flat | Loop, use: Use) -> tuple[int, ...]:
+def location_sizes(network: Flat | Loop, use: Use, batch: int) -> tuple[int, ...]:
     """Return the sizes of the axes that the locations of a use run over."""
     shape = network.equations[use.tangent[0]].outvars[0].aval.shape
-    return tuple(shape[axis] for axis in use.tangent_axes[1])
+    [example], positions, *_ = use.tangent_axes
+    # Images of one example may share the axis of the examples.
+    images = shape[example] // batch
+    return (images,) * (images > 1) + tuple(shape[axis] for axis in positions)
 
 
 def output_layer(traced: Trace) -> int:
@@ -177,48 +146,6 @@ def _refuse_output(reason: str, shape: tuple[int, ...]) -> NoReturn:
         "likelihood, normalise the targets instead of de-normalising the outputs, or use a method "
         "that solves for no layer (not analytic_head, ccvr or natural_gradient)."
     )
-
-
-def check_examples(apply: Apply, params: Params, inputs: Inputs) -> None:
-    """Check that a network does not mix the examples of a batch, as far as it can be read.
-
-    Raises:
-        ValueError: If it does.
-    """
-    with contextlib.suppress(LayersNotFoundError):
-        _read(apply, params, inputs)
-
-
-def _read(
-    apply: Apply,
-    params: Params,
-    inputs: Inputs,
-    read: Callable[[Flat], uses.Reading] = uses.read,
-    keep_loops: bool = False,
-) -> tuple[uses.Reading, list[str]]:
-    # Imported outside of the `try`, so that its failure is not reported as one of the network.
-    compat.import_kfac_jax()
-    many = tree.shape_of(inputs, MANY)
-    try:
-        network = equations.flatten(apply, params, many, keep_loops=keep_loops)
-        reading = read(network)
-    except LoopObstacle:
-        raise
-    except Exception as error:
-        # An error that apply raises for the given inputs, too, is raised as it is.
-        jax.eval_shape(apply, params, inputs)
-        raise LayersNotFoundError(
-            f"The layers of this network could not be found ({type(error).__name__}: {error}). "
-            "Use fisher.diagonal, which then takes gradients of single examples, or write the "
-            "network with plain dense and convolution layers."
-        ) from error
-    if reading.mixes_examples:
-        raise ValueError(
-            "The network computes something over all examples of a batch, like BatchNorm in "
-            "training mode, but the Fisher information is a mean over single examples. Let apply "
-            "use running statistics."
-        )
-    return reading, equations.names(network)
 
 
 def uses_by_place(parts: list[Part]) -> dict[Place, Use]:

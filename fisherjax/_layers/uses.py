@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from fisherjax._layers import operations, views
+from fisherjax._layers import mixing, operations, views
 from fisherjax._layers.equations import Flat, Loop, variables
 from fisherjax._layers.operations import SHIFT, Use
 from fisherjax._layers.views import MANY, Axes, Obstacle, View
@@ -49,6 +48,7 @@ class Walk(NamedTuple):
         products: For results of products, also moved ones: number of the use, and axes of the leaf.
         uses: Uses found so far.
         obstacles: {leaf: reason} found so far.
+        is_apart: Whether the network was mapped over single examples.
     """
 
     consumers: Counter
@@ -59,12 +59,14 @@ class Walk(NamedTuple):
     products: dict[Any, tuple[int, Axes]]
     uses: list[Use]
     obstacles: dict[int, str]
+    is_apart: bool = False
 
 
-def read(network: Flat) -> Reading:
+def read(network: Flat, *, is_apart: bool = False) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
     views = {v: whole(number, v) for number, v in enumerate(network.leaves)}
     walk = start(network, views, {*network.inputs}, [network.output])
+    walk = walk._replace(is_apart=is_apart)
     mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
     return finish(walk, views, [network.output], any(mixes))
 
@@ -80,7 +82,7 @@ def start(
 ) -> Walk:
     """Return the state of the reading before the first equation."""
     # A constant with an axis of examples, such as a recurrent network's initial state, is data.
-    data = data | {v for v, _ in network.constants if has_examples(v)}
+    data = data | {v for v, _ in network.constants if mixing.has_examples(v)}
     consumers = Counter(v for e in network.equations for v in variables(e.invars))
     consumers.update(variables(outputs))
     sums = [variables(e.invars) for e in network.equations if e.primitive.name == "add"]
@@ -104,6 +106,7 @@ def finish(
     for v in outputs:
         _record_obstacle(walk, v, "it is an output of the network by itself")
     for view in leaves.values():
+        _read_rows(walk, view)
         places = {use.index for use in walk.uses if use.leaf == view.leaf}
         if not places:
             walk.obstacles.setdefault(view.leaf, "it is not used by the network")
@@ -113,10 +116,26 @@ def finish(
     return Reading(walk.uses, walk.obstacles, mixes_examples)
 
 
+def _read_rows(walk: Walk, view: View) -> None:
+    """Read single rows of a table that are added, but not all of them, as rows of the table.
+
+    Until then each is the slice of a stack, such as a stack of biases.
+    """
+    found = [i for i, use in enumerate(walk.uses) if use.leaf == view.leaf]
+    forms = {(walk.uses[i].form, len(walk.uses[i].index)) for i in found}
+    if len(view.shape) != 2 or view.index or forms != {(SHIFT, 1)}:
+        return
+    if len({walk.uses[i].index for i in found}) < view.shape[0]:
+        for i in found:
+            use, [row] = walk.uses[i], walk.uses[i].index
+            rows = range(row, row + 1)
+            walk.uses[i] = use._replace(index=(), outputs=(1,), inputs=rows, after=None)
+
+
 def _read_of_data(walk: Walk, number: int, equation: Any) -> bool:
     """Read an equation that depends on the inputs, and return whether it mixes examples."""
     source = next(v for v in variables(equation.invars) if v in walk.data)
-    results = [v for v in equation.outvars if not _is_loop_counter(equation, v)]
+    results = [v for v in equation.outvars if not mixing.is_loop_counter(equation, v)]
     walk.data.update(results)
     for operand, v in enumerate(equation.invars):
         view = _get(walk.views, v)
@@ -129,7 +148,7 @@ def _read_of_data(walk: Walk, number: int, equation: Any) -> bool:
     is_only_use = len(equation.invars) == 1 and walk.consumers[source] == 1
     if use is not None and is_only_use and (moved := views.follow_axes(equation, axes)) is not None:
         walk.products[equation.outvars[0]] = use, moved
-    return _mixes_examples(equation, results, walk.data)
+    return mixing.mixes_examples(equation, results, walk.data)
 
 
 def _read_of_params(walk: Walk, number: int, equation: Any) -> None:
@@ -137,7 +156,7 @@ def _read_of_params(walk: Walk, number: int, equation: Any) -> None:
     name, result = equation.primitive.name, equation.outvars[0]
     operands = [v for v in variables(equation.invars) if v in walk.views or v in walk.changed]
     if not operands:
-        walk.data.update(filter(has_examples, equation.outvars))
+        walk.data.update(filter(mixing.has_examples, equation.outvars))
         return
     place = next((i for i, v in enumerate(equation.invars) if _get(walk.views, v)), -1)
     first = None if place < 0 else walk.views[equation.invars[place]]
@@ -198,7 +217,7 @@ def _read_use(
     if name == "dot_general":
         return operations.product(number, operand, equation, views.check_whole(view))
     if name == "conv_general_dilated" and operand == 1:
-        return operations.convolution(number, equation, views.check_whole(view))
+        return operations.convolution(number, equation, views.check_whole(view), walk.is_apart)
     if name == "gather" and operand == 0:
         return operations.lookup(number, equation, views.check_whole(view)), ()
     if name == "sub":
@@ -213,7 +232,11 @@ def _read_sum(walk: Walk, number: int, operand: int | None, equation: Any, view:
     example, held, summed = operations.elementwise(operand, equation, view)
     # The last axis is that of the outputs; axes of size one do not count.
     wide = [pair for pair in held if shape[pair[1]] > 1] or held
-    outputs, columns = views.sort_axes(wide[-1:])
+    looked_up = isinstance(view.rows, tuple)
+    # The rows that were looked up have all their outputs, even if there is one.
+    last = [pair for pair in held if pair[0] == (len(view.shape) - 1,)] if looked_up else wide[-1:]
+    outputs, columns = views.sort_axes(last)
+    outputs = (1,) if looked_up else outputs
     views.sort_axes(held)
     rows = tuple(axis for _, axis in held if axis not in columns)
     other = None if operand is None else equation.invars[1 - operand]
@@ -241,46 +264,10 @@ def _record_obstacle(
         walk.obstacles.setdefault(leaf, why)
 
 
-def _mixes_examples(equation: Any, results: list[Any], data: set[Any]) -> bool:
-    """Return whether a result has lost the axis of the examples, or is computed along it."""
-    # A result with two such axes, examples times examples, mixes them too.
-    if not all(map(has_examples, results)):
-        return True
-    how, name = equation.params, equation.primitive.name
-    # Axes along which the equation combines entries.
-    along = []
-    if name.startswith("cum"):
-        along = [how["axis"]]
-    elif name == "sort":
-        along = [how["dimension"]]
-    elif name == "rev":
-        along = how["dimensions"]
-    elif name == "fft":
-        along = range(-len(how["fft_lengths"]), 0)
-    elif "window_dimensions" in how:
-        along = [axis for axis, size in enumerate(how["window_dimensions"]) if size > 1]
-    elif name == "conv_general_dilated":
-        along = how["dimension_numbers"].lhs_spec[1:]
-    shapes = [v.aval.shape for v in variables(equation.invars[:1]) if v in data]
-    return any(shape[axis] % MANY == 0 for shape in shapes for axis in along)
-
-
-def has_examples(variable: Any) -> bool:
-    """Return whether a variable has one axis of examples, alone or merged with others."""
-    sizes = getattr(variable.aval, "shape", ())
-    return 0 in sizes or [size % MANY for size in sizes].count(0) == 1
-
-
 def _repeats(view: View, variable: Any) -> bool:
     """Return whether a view is repeated for each example."""
     sizes = zip(view.axes, variable.aval.shape, strict=True)
     return any(axes is None and size == MANY for axes, size in sizes)
-
-
-def _is_loop_counter(equation: Any, variable: Any) -> bool:
-    """Return whether a variable is a loop's counter, which does not really depend on the inputs."""
-    is_loop, aval = equation.primitive.name in ("scan", "while"), variable.aval
-    return is_loop and not aval.shape and jnp.issubdtype(aval.dtype, jnp.integer)
 
 
 def _inner_reason(name: str) -> str | None:

@@ -22,6 +22,8 @@ _IDENTITIES = {
     *("copy", "copy_p", "reduce_precision", "sharding_constraint", "reshard", "mesh_cast"),
     *("name", "optimization_barrier", "pvary", "pcast"),
 }
+SHARED = "the examples of its inputs share an axis with something else"
+"""The reason for an obstacle that a network of one example at a time does not have."""
 _ELSEWHERE = "parts of it are used in different ways"
 
 
@@ -38,7 +40,8 @@ class View(NamedTuple):
 
     Attributes:
         leaf: Number of the leaf among the leaves of params.
-        shape: Shape of the leaf, or of the slice of a stacked leaf that this value is.
+        shape: Shape of the leaf, or of the slice of a stacked leaf that this value is; if rows were
+            looked up, the axes of the row numbers in place of the first axis.
         axes: For each axis of the value, the axes of `shape` that it runs over.
         index: Index of the slice in a stack of layers; () if the value is the whole leaf.
         rows: Rows of the leaf that the value has: a range, the place of their row numbers, or None
@@ -94,7 +97,7 @@ def split_examples(shape: Sequence[int], axes: Iterable[int]) -> tuple[tuple[int
     axes = tuple(axes)
     found = tuple(axis for axis in axes if shape[axis] == MANY)
     if len(found) != 1:
-        raise Obstacle("the examples of its inputs share an axis with something else")
+        raise Obstacle(SHARED)
     return found, tuple(axis for axis in axes if axis not in found)
 
 
@@ -106,10 +109,20 @@ def follow(number: int, equation: Any, view: View) -> View | None:
         return _slice(view, ends, [a for a, size in enumerate(source) if ends[a] != (0, size)])
     if name == "gather":
         axes = lookup_axes(equation, view)
-        if axes is None or axes.count(None) != 1 or len(view.shape) != 2 or view.rows is not None:
+        if axes is None or len(view.shape) != 2 or view.rows is not None or view.factor is not None:
             return None
-        axes = tuple((0,) if a is None else a for a in axes)
-        return view._replace(axes=axes, rows=(number, 1))
+        # Row numbers may have several axes, such as pairs of positions: they take the place of the
+        # axis of rows, in their order.
+        places = [a for a, axis in enumerate(axes) if axis is None]
+        shape = tuple(equation.outvars[0].aval.shape[a] for a in places)
+        known = {a: (i,) for i, a in enumerate(places)}
+        axes = tuple(known.get(a, axis and (len(places),)) for a, axis in enumerate(axes))
+        return view._replace(shape=(*shape, view.shape[1]), axes=axes, rows=(number, 1))
+    new = getattr(equation.outvars[0].aval, "shape", ())
+    is_plain = view.axes == tuple((a,) for a in range(len(view.shape)))
+    if isinstance(view.rows, tuple) and name == "reshape" and is_plain and new[-1:] == source[-1:]:
+        # Another shape of the row numbers, as of pairs of positions that were looked up in a line.
+        return view._replace(shape=new, axes=tuple((a,) for a in range(len(new))))
     axes = follow_axes(equation, view.axes)
     return None if axes is None else view._replace(axes=axes)
 
@@ -166,7 +179,7 @@ def broadcast_axes(axes: Sequence, old: Sequence[int], new: Sequence[int]) -> Ax
 def _reshape(axes: Axes, old: Sequence[int], new: Sequence[int]) -> Axes | None:
     """Return the axes after a reshape that merges neighbours and adds or drops axes of size one.
 
-    Return None for any other reshape.
+    An axis along which entries repeat may also be split. Return None for any other reshape.
     """
     left = [(a, size) for a, size in zip(axes, old, strict=True) if size > 1]
     result: list = []
@@ -174,6 +187,9 @@ def _reshape(axes: Axes, old: Sequence[int], new: Sequence[int]) -> Axes | None:
         group, size = [], 1
         while size < wanted and left:
             a, n = left.pop(0)
+            if a is None and not group and n > wanted and n % wanted == 0:
+                left.insert(0, (a, n // wanted))
+                n = wanted
             group.append(a)
             size *= n
         if size != wanted or (None in group and set(group) != {None}):

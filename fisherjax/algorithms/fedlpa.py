@@ -178,6 +178,8 @@ def _damped(balanced: bool, mean_of_rest: bool, fishers: Kronecker, damping: Sca
         return matrix + shift.astype(matrix.dtype) * identity_like(matrix)
 
     def factor_pair(factor: dict[str, Array]) -> dict[str, Array]:
+        if factor["output"].ndim == 3:  # a layer with groups
+            return jax.vmap(factor_pair)(factor)
         means = {side: jnp.mean(diagonal_of(matrix)) for side, matrix in factor.items()}
         pi = jnp.sqrt(means["input"] / means["output"])
         # The factors of a client without data, or with a perfect fit, have no scale.
@@ -204,7 +206,8 @@ def _expectation(fishers: Kronecker, weights: Array) -> Kronecker:
     def inverse(matrix: Array) -> Array:
         if matrix.ndim == 1:
             return ratio(matrix > 0, 1, matrix)
-        return linalg.pseudo_inverse(matrix)
+        invert = linalg.pseudo_inverse
+        return invert(matrix) if matrix.ndim == 2 else jax.vmap(invert)(matrix)
 
     def inverse_entries(name: str) -> Array:
         entries = mean.entries[name]

@@ -170,7 +170,7 @@ def _merged(
         factor = fishers.factors[layer.kernel]["output"]
         factor = factor if settings.outputs and number else jnp.zeros_like(factor)
         outputs[layer.kernel], votes[layer.kernel] = _normalized(factor, weights > 0)
-        scales[layer.kernel] = jnp.trace(factor, axis1=1, axis2=2) / factor.shape[-1]
+        scales[layer.kernel] = _means(factor)
     before = _layers_before(fishers, list(outputs))
     last = layers[-1].kernel
     iota = sizes.isotropy * agreement(models[last], inputs[last], weights)
@@ -211,15 +211,16 @@ def _merged(
 
 
 def _normalized(stacked: Array, present: Array) -> tuple[Array, Array]:
-    """Scale output factors to mean eigenvalue one; return them and the clients' votes [M, 1, 1].
+    """Scale output factors to mean eigenvalue one; return them and the votes [M, 1, 1] of clients.
 
     If the factors of all clients with a weight are zero, the votes are equal, and the scaled
     factors identities.
     """
     identities = jax.vmap(identity_like)(stacked)
-    means = jnp.trace(stacked, axis1=1, axis2=2)[:, None, None] / stacked.shape[-1]
+    each = (-1, *(1,) * (stacked.ndim - 1))
+    means = _means(stacked).reshape(each)
     # The scale of a client without weight must not matter, however large it is.
-    is_known = (means > 0) & present[:, None, None]
+    is_known = (means > 0) & present.reshape(each)
     largest = jnp.where(is_known, means, 0).max()
     units = jnp.where(is_known, ratio(is_known, stacked, means), identities)
     # In units of the largest before the root, so that votes stay in range. The inner `where` avoids
@@ -229,12 +230,17 @@ def _normalized(stacked: Array, present: Array) -> tuple[Array, Array]:
     return units, votes.astype(stacked.dtype)
 
 
+def _means(stacked: Array) -> Array:
+    """Return each client's mean eigenvalue [M] of a factor, over all groups of a layer."""
+    return jax.vmap(lambda matrix: jnp.mean(diagonal_of(matrix)))(stacked)
+
+
 def _ones(matrix: Array) -> Array:
-    return jnp.ones(len(matrix), matrix.dtype)
+    return jnp.ones_like(diagonal_of(matrix))
 
 
 def _mean(matrix: Array) -> Array:
-    return jnp.full(len(matrix), jnp.mean(diagonal_of(matrix)), matrix.dtype)
+    return _ones(matrix) * jnp.mean(diagonal_of(matrix))
 
 
 def _add_diagonal(stacked: Array, sizes: Array, diagonal: Callable[[Array], Array]) -> Array:
@@ -242,7 +248,7 @@ def _add_diagonal(stacked: Array, sizes: Array, diagonal: Callable[[Array], Arra
 
     def one(factor: Array, size: Array) -> Array:
         more = size.astype(factor.dtype) * diagonal(factor)
-        return factor + (more if factor.ndim == 1 else jnp.diag(more))
+        return factor + (more if factor.ndim == 1 else more[..., None] * jnp.eye(more.shape[-1]))
 
     return jax.vmap(one)(stacked, sizes)
 

@@ -129,19 +129,27 @@ def _cosines(compared: Any) -> Array:
 
     Kronecker products are never formed: <A (x) G, B (x) H> = <A, B> <G, H>.
     """
-    is_product = isinstance(compared, Kronecker)
-    blocks = [*compared.factors.values(), compared.entries] if is_product else [compared]
-    products = [tuple(block.values()) for block in blocks[:-1]]
-    products += [(leaf,) for leaf in jax.tree.leaves(blocks[-1])]
-    # Scaled to one, because squares of small curvature underflow.
-    sizes = jnp.stack([math.prod(map(_size, block)) for block in products])
-    sizes /= jnp.where(sizes.max(0) > 0, sizes.max(0), 1)
-    inner = sum(
-        size[:, None] * size * math.prod(map(_inner, block))
-        for size, block in zip(sizes, products, strict=True)
-    )
+    is_product, found = isinstance(compared, Kronecker), []
+    if is_product:
+        grouped = {layer.kernel for layer in compared.layers if layer.groups}
+        for name, factor in compared.factors.items():
+            one = tuple(factor.values())
+            found.append(jax.vmap(_product, 1)(one) if name in grouped else _product(one))
+    rest = compared.entries if is_product else compared
+    found += [_product((leaf,)) for leaf in jax.tree.leaves(rest)]
+    # Scaled to one, because squares of small curvature underflow. Sizes are [M], or [groups, M].
+    largest = jnp.stack([size.reshape(-1, size.shape[-1]).max(0) for size, _ in found]).max(0)
+    largest = jnp.where(largest > 0, largest, 1)
+    scaled = [(size / largest, inner) for size, inner in found]
+    products = [size[..., None] * size[..., None, :] * inner for size, inner in scaled]
+    inner = sum(x.sum(0) if x.ndim == 3 else x for x in products)
     norms = jnp.sqrt(jnp.diagonal(inner))
     return inner / jnp.where(norms > 0, norms, 1)[:, None] / jnp.where(norms > 0, norms, 1)
+
+
+def _product(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Return the sizes [K] of products of stacked arrays, and their inner products in these."""
+    return math.prod(map(_size, arrays)), math.prod(map(_inner, arrays))
 
 
 def _size(stacked: Array) -> Array:

@@ -173,7 +173,10 @@ def _check_codec(codec: Any) -> None:
 
 
 def change_matrices(change: Callable[[Array], Any], values: Any) -> Any:
-    """Apply a function to every symmetric matrix: factors, dense Fishers and Gram matrices."""
+    """Apply a function to every symmetric matrix: factors, dense Fishers and Gram matrices.
+
+    The factors of a layer with groups are many and small, and stay as they are.
+    """
 
     def factor(x: Array) -> Any:
         # A factor [a] is a diagonal, and no matrix.

@@ -158,7 +158,12 @@ def _fisher(fisher: Operator, way: Params, trust: float, costs: dict[str, Array]
         for name in leaves.get(block, (block,)):
             # The costs of a leaf that several layers use add up.
             costs |= {name: costs.get(name, 0) + 2 * mean} if name else {}
-    factors = {name: _factors(factor, ways[name], trust) for name, factor in fisher.factors.items()}
+    grouped = {layer.kernel for layer in fisher.layers if layer.groups}
+    factors = {
+        # Factors of groups are many and small.
+        name: codes(x, _OTHER) if name in grouped else _factors(x, ways[name], trust)
+        for name, x in fisher.factors.items()
+    }
     entries = {
         name: codes(f, _OTHER) if name in fisher.scales else _squares(trust, f, ways[name])
         for name, f in fisher.entries.items()

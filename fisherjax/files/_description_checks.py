@@ -199,9 +199,11 @@ def _is_layer(fields: dict[str, Any]) -> bool:
     texts += [x is None or isinstance(x, str) for x in (layer.bias, layer.part_of)]
     if not (all(texts) and is_shape(layer.shape) and is_shape(layer.index)):
         return False
-    rank, outputs = len(layer.shape), layer.outputs
-    if not isinstance(outputs, list | tuple) or not all(type(axis) is int for axis in outputs):
+    axes = [layer.outputs, layer.groups]
+    if not all(isinstance(x, list | tuple) and all(type(i) is int for i in x) for x in axes):
         return False
+    rank, every = len(layer.shape), [*layer.outputs, *layer.groups]
     # Axes may count from the end; none may occur twice.
-    places = {axis % rank for axis in outputs if -rank <= axis < rank}
-    return len(places) == len(outputs) and math.prod(layer.shape) > 0
+    places = {axis % rank for axis in every if -rank <= axis < rank}
+    is_known = layer.form == "product" or not layer.groups
+    return is_known and len(places) == len(every) and math.prod(layer.shape) > 0

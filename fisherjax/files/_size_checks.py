@@ -146,7 +146,10 @@ def _factors(fisher: Kronecker, shapes: dict[str, tuple[int, ...]]) -> Iterator[
             continue
         # A vector [size] is a diagonal factor, as of one-hot inputs.
         for side, size in (("input", rows), ("output", columns)):
-            yield f"fisher/{name}/{side}", fisher.factors[name][side], (size,), (size, size)
+            shapes_of_side = (
+                ((*layer.stack, size, size),) if layer.groups else ((size,), (size, size))
+            )
+            yield f"fisher/{name}/{side}", fisher.factors[name][side], *shapes_of_side
     for name in sorted(diagonal - fisher.scales):
         yield f"fisher/{name}", fisher.entries[name], shapes[name]
 

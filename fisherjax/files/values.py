@@ -170,7 +170,9 @@ def _static(value: Any, name: str) -> Any:
     if isinstance(value, Template):
         return {"Template": dict(zip(value.names(), value.shapes, strict=True))}
     if isinstance(value, Layer):
-        return {"Layer": {field: _static(x, name) for field, x in value._asdict().items()}}
+        # Older versions of this library know no groups.
+        fields = {x: y for x, y in value._asdict().items() if x != "groups" or y}
+        return {"Layer": {field: _static(x, name) for field, x in fields.items()}}
     # Exactly these types: a named tuple would be read as a plain tuple.
     if type(value) in (tuple, list):
         return [_static(x, name) for x in value]

@@ -10,7 +10,8 @@ from fisherjax._core import checks
 from fisherjax._core.batches import take
 from fisherjax._layers.layer import Layer, assemble, unpack
 from fisherjax._layers.loops import of_layers, trace
-from fisherjax._layers.pairs import LayersNotFoundError, Trace
+from fisherjax._layers.pairs import Trace
+from fisherjax._layers.reading import LayersNotFoundError
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import Columns, sum_over_columns, weight
 from fisherjax.fisher.operators import Diagonal, Template, widen

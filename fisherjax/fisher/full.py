@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from fisherjax import leaves
 from fisherjax._core import checks
 from fisherjax._core.batches import take
-from fisherjax._layers.pairs import check_examples
+from fisherjax._layers.reading import check_examples
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._columns import blocks, sum_over_columns
 from fisherjax.fisher.operators import Dense, Template, ravel, widen

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ import numpy as np
 from fisherjax import tree
 from fisherjax._core import linalg
 from fisherjax._layers.feeders import Feeders
-from fisherjax._layers.layer import Layer, assemble, matrix
+from fisherjax._layers.layer import Layer, assemble, count_layers, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, describe_stack, ravel
 from fisherjax.typing import Array, Params
 
@@ -28,10 +27,13 @@ class Kronecker(Blockwise):
     mean, so that kron(A, G) has the scale of the exact block (Grosse and Martens, A
     Kronecker-factored approximate Fisher matrix for convolution layers, ICML 2016, equations 27 to
     30). A scale and a shift are the two rows of V, and have the exact 2 x 2 block for each column.
+    A layer with groups, such as a depthwise convolution, has a block for each group: its V, A and G
+    have a leading axis of groups.
 
     Attributes:
         factors: For each layer, by the name of its kernel, {"input": A [a, a], "output": G [o, o]};
-            A is [a] if it is diagonal, as for an embedding.
+            A is [a] if it is diagonal, as for an embedding. With n groups they are [n, a, a] and
+            [n, o, o].
         entries: Diagonal entries of the remaining leaves, by name; for a scale the blocks [r, r, o]
             over its r rows.
         layers: Static description of the layers.
@@ -56,17 +58,20 @@ class Kronecker(Blockwise):
         """Return a description in one line: leaves, layers by form, parameters, dtypes."""
         leaves = jax.tree.leaves((self.factors, self.entries))
         # While JAX rebuilds a pytree, any object may take the place of the factors.
-        factors = self.factors.values() if isinstance(self.factors, dict) else ()
+        factors = self.factors if isinstance(self.factors, dict) else {}
         # An output factor is always a matrix; an input factor may be a vector.
-        first = [x.get("output") for x in factors if isinstance(x, dict)][:1]
-        stack = [words for x in first for words in describe_stack(x, 2)]
-        details = self.template.describe(_count_layers(self.layers))
+        grouped = {layer.kernel for layer in self.layers if layer.groups}
+        named = [(n, x["output"]) for n, x in factors.items() if isinstance(x, dict)][:1]
+        stack = [words for n, x in named for words in describe_stack(x, 2 + (n in grouped))]
+        details = self.template.describe(count_layers(self.layers))
         return f"Kronecker({', '.join([*stack, *details, *tree.dtypes(leaves)])})"
 
     def map_parts(self, on_matrix: Callable, on_entries: Callable) -> "Kronecker":
         """Apply one function to each matrix, and one to each diagonal."""
 
         def factor(x: Array) -> Any:
+            if x.ndim == 3:  # a matrix for each group
+                return np.stack([on_matrix(one) for one in x])
             return on_entries(x) if x.ndim == 1 else on_matrix(x)
 
         def on_columns(x: Array) -> Any:
@@ -98,10 +103,13 @@ class Kronecker(Blockwise):
         return products | {name: _times(f, blocks[name]) for name, f in self.entries.items()}
 
     def block_means(self) -> dict[str, Array]:
-        """Return each block's mean eigenvalue, tr(A) tr(G) / (a o), its scale."""
+        """Return each block's mean eigenvalue, tr(A) tr(G) / (a o), its scale.
+
+        That of a layer with groups is the mean over its groups.
+        """
         # The eigenvalues of kron(A, G) are all products, so their mean is the product of the means.
         means = {
-            name: _mean_eigenvalue(factor["input"]) * _mean_eigenvalue(factor["output"])
+            name: jnp.mean(mean_eigenvalue(factor["input"]) * mean_eigenvalue(factor["output"]))
             for name, factor in self.factors.items()
         }
         return means | {name: jnp.mean(f) for name, f in self._diagonal_entries().items()}
@@ -136,7 +144,8 @@ class Kronecker(Blockwise):
         """Return the diagonal of the Kronecker products, in the shape of params."""
         # [a] and [o] -> [a, o], as V.
         outer = {
-            name: jnp.outer(diagonal_of(factor["input"]), diagonal_of(factor["output"]))
+            name: diagonal_of(factor["input"])[..., None]
+            * diagonal_of(factor["output"])[..., None, :]
             for name, factor in self.factors.items()
         }
         return self.restore(outer | self._diagonal_entries())
@@ -221,24 +230,14 @@ class Kronecker(Blockwise):
         return columns(jnp.eye(size, dtype=dtype)).T
 
 
-def _count_layers(layers: tuple[Layer, ...]) -> str:
-    """Return the number of layers of each form in words: "2 dense and 1 convolution layers"."""
-    # A kernel with three axes may be of attention or of a one-dimensional convolution.
-    kinds = ("dense", "three-axis", "convolution")
-    forms = Counter(
-        kinds[min(max(len(layer.shape), 2), 4) - 2] if layer.form == "product" else layer.form
-        for layer in layers
-    )
-    *before, last = [f"{number:,} {form}" for form, number in forms.items()] or ["no"]
-    return f"{', '.join(before)} and {last} layers" if before else f"{last} layers"
-
-
 def inverse_factors(factor: dict[str, Array], shift: Array) -> dict[str, Array]:
     """Return the inverses of a pair of factors, each with a part of the shift.
 
-    `Kronecker.inverse` has the equation.
+    `Kronecker.inverse` has the equation, in which each group of a layer has its own pi.
     """
-    means = {side: _mean_eigenvalue(x) for side, x in factor.items()}
+    if factor["output"].ndim == 3:
+        return jax.vmap(inverse_factors, (0, None))(factor, shift)
+    means = {side: mean_eigenvalue(x) for side, x in factor.items()}
     # The quotient of the roots does not overflow where the root of the quotient does.
     ratio = jnp.sqrt(means["input"]) / jnp.sqrt(means["output"])
     # A factor of zeros has no scale, so both sides get the same shift.
@@ -267,16 +266,19 @@ def _times(entries: Array, value: Array) -> Array:
 
 def identity_like(matrix: Array) -> Array:
     """Return the identity of a factor's shape and dtype; a vector of ones if it is diagonal."""
-    return jnp.ones_like(matrix) if matrix.ndim == 1 else jnp.eye(len(matrix), dtype=matrix.dtype)
+    if matrix.ndim == 1:
+        return jnp.ones_like(matrix)
+    return jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
 
 
 def diagonal_of(matrix: Array) -> Array:
-    """Return the diagonal of a factor, which may be given as a diagonal itself."""
-    return matrix if matrix.ndim == 1 else jnp.diagonal(matrix)
+    """Return the diagonal of a factor, or of each group's; it may be given as a diagonal itself."""
+    return matrix if matrix.ndim == 1 else jnp.diagonal(matrix, axis1=-2, axis2=-1)
 
 
-def _mean_eigenvalue(matrix: Array) -> Array:
-    return jnp.mean(diagonal_of(matrix))
+def mean_eigenvalue(matrix: Array) -> Array:
+    """Return the mean eigenvalue of a factor, or of each group's."""
+    return jnp.mean(diagonal_of(matrix), axis=-1)
 
 
 def inverse(matrix: Array, shift: Array) -> Array:

@@ -15,7 +15,7 @@ from jax import lax
 
 from fisherjax import Examples, Model, fisher, likelihoods, nn
 from fisherjax._layers import layer as layers
-from fisherjax._layers import pairs
+from fisherjax._layers import pairs, reading
 from fisherjax._layers.views import MANY
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -632,14 +632,14 @@ def test_what_only_looks_like_mixing_is_not_refused():
         return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
 
     params, x = {"w": jnp.ones((4, 3))}, jnp.ones((B, 4))
-    jax.eval_shape(partial(pairs.check_examples, apply), params, x)
+    jax.eval_shape(partial(reading.check_examples, apply), params, x)
 
 
 def test_a_network_that_cannot_be_read_is_refused():
     def apply(params, x):
         return x.reshape(B, 4) @ params["w"]  # needs just B examples
 
-    with pytest.raises(pairs.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
+    with pytest.raises(reading.LayersNotFoundError, match=r"could not be found.*fisher\.diagonal"):
         jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
 
@@ -648,7 +648,7 @@ def test_as_many_features_as_examples_of_the_trace_are_no_examples():
         return x @ params["w"].T
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=(B, MANY)), jnp.float32)
-    [layer] = pairs.network_of(apply, {"w": jnp.ones((3, MANY))}, x)[1]
+    [layer] = reading.network_of(apply, {"w": jnp.ones((3, MANY))}, x)[1]
     assert (layer.layer.form, layer.layer.outputs, layer.layer.rows) == ("product", (0,), MANY)
 
 
@@ -656,7 +656,7 @@ def test_what_apply_raises_for_the_inputs_themselves_is_raised_as_it_is():
     def apply(params, x):
         raise KeyError("no such leaf")
 
-    for check in (pairs.trace, pairs.check_output_layer, pairs.check_examples):
+    for check in (pairs.trace, pairs.check_output_layer, reading.check_examples):
         with pytest.raises(KeyError, match="no such leaf"):
             jax.eval_shape(partial(check, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
@@ -666,7 +666,7 @@ def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():
         return x @ params["w"] if len(x) > B else jnp.tanh(x) @ params["w"]
 
     with pytest.raises(
-        pairs.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
+        reading.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
     ):
         jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
 
