@@ -54,6 +54,7 @@ ORDER = [
     "compression",
     "_semidefinite",
     "_upload_checks",
+    "adapters",
     "_divergence",
     "privacy",
     "merging",
@@ -86,6 +87,7 @@ BUILT = {  # folders whose files build on one another
         *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
+    "adapters": ["base", "_evaluation", "merge", "network", "methods"],
     "files": [
         *("_shown", "_paths", "_limits", "base", "_archive", "_places", "arrays", "values"),
         *("_size_checks", "_description_checks", "_records", "uploads", "_reads", "_parts"),
