@@ -7,8 +7,8 @@ given. `attach` makes a network whose base is frozen and whose adapters are trai
 `merge_products` runs any algorithm on the changes that adapters make.
 """
 
-from fisherjax.adapters.base import Adapter, from_product, product, truncate, weighted_sum
-from fisherjax.adapters.merge import Factors, mean_factors, merge
+from fisherjax.adapters.base import Adapter, distance, from_product, product, truncate, weighted_sum
+from fisherjax.adapters.merge import Factors, check, mean_factors, merge
 from fisherjax.adapters.methods import merge_products
 from fisherjax.adapters.network import attach, dense, merged
 
@@ -16,7 +16,9 @@ __all__ = [
     "Adapter",
     "Factors",
     "attach",
+    "check",
     "dense",
+    "distance",
     "from_product",
     "mean_factors",
     "merge",

@@ -122,6 +122,25 @@ def truncate(
     return Adapter(right, left)
 
 
+def distance(adapter: Adapter, other: Adapter) -> Array:
+    """Compute |D - X|_F / |D|_F of two changes in factored form; 0 if both are zero.
+
+    Example:
+        >>> one = Adapter(jnp.ones((1, 2)), jnp.ones((2, 1)))
+        >>> print(distance(one, one._replace(scale=0.5)))
+        0.5
+    """
+    size, error = _norm(adapter), _norm(weighted_sum([adapter, other], [1.0, -1.0]))
+    return jnp.where(error > 0, error / jnp.where(size > 0, size, error), 0)
+
+
+def _norm(adapter: Adapter) -> Array:
+    a, b = _wide(adapter)
+    # The triangular factors have the norm of the product; traces of Gram matrices would cancel.
+    small_a, small_b = (_times(linalg.orthonormal_basis(x).T, x) for x in (a.T, b))
+    return jnp.linalg.norm(_times(small_b, small_a.T))
+
+
 def _wide(adapter: Adapter) -> tuple[Array, Array]:
     """Return A and scale * B in at least float32, in which products are summed."""
     a, b = widen(jnp.asarray(adapter.a)), widen(jnp.asarray(adapter.b))
