@@ -24,9 +24,10 @@ class Changed(NamedTuple):
     right: Array
 
     @classmethod
-    def by(cls, kernel: Array, adapter: Adapter) -> "Changed":
-        """Return a kernel [inputs, outputs] with the change of an adapter."""
-        return cls(kernel, adapter.a.T, adapter.b * adapter.scale)
+    def by(cls, kernel: Array, adapter: Adapter, is_transposed: bool) -> "Changed":
+        """Return a kernel [inputs, outputs], or its transpose, with the change of an adapter."""
+        sides = adapter.a.T, adapter.b * adapter.scale
+        return cls(kernel, *(sides[::-1] if is_transposed else sides))
 
     def whole(self) -> Array:
         """Return the changed kernel."""

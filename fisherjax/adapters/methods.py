@@ -1,5 +1,6 @@
 """Merge adapters by any method, to which the changes that they make look like those of kernels."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,17 +92,17 @@ def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Repo
         if "params" in values:
             sent = values["params"]["adapters"].items()
             scaled = {name: x._replace(scale=held[name].scale) for name, x in sent}
-            over_clients = jax.vmap(base.product, (Adapter(0, 0, None),))  # pyright: ignore
-            changes = {name: over_clients(x) for name, x in scaled.items()}
+            axes = {name: Adapter(0, 0, None) for name in scaled}  # pyright: ignore
+            changes = jax.vmap(network.changes, (axes,))(scaled)
             values = values | {"params": leaves.replace(template, changes)}
         given = (values, weights) if algorithm.reduce is None else algorithm.reduce(values, weights)
-        start = leaves.replace(template, {name: base.product(x) for name, x in held.items()})
+        start = leaves.replace(template, network.changes(held))
         found, state, info = algorithm.aggregate(key, given, start, state, cohort)
-        metrics = _metrics(values, weights)
-        new = {
-            name: _as_adapter(change, held[name], metrics.get(name))
-            for name, change in tree.by_name(found).items()
-        }
+        found, metrics, new = tree.by_name(found), _metrics(values, weights), {}
+        for name, like in held.items():
+            change = found[network.kernel_of(name)]
+            change = change.T if name.endswith("^T") else change
+            new[name] = _as_adapter(change, like, metrics.get(name))
         return params | {"adapters": new}, state, info
 
     return algorithm._replace(
@@ -116,20 +117,16 @@ def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Repo
 
 def _split(base_params: Params, params: Any) -> leaves.Leaves:
     """Split params of the base into the kernels that are adapted and the others, as frozen."""
-    others = [name for name in tree.names(base_params) if name not in params["adapters"]]
+    adapted = {network.kernel_of(name) for name in params["adapters"]}
+    others = [name for name in tree.names(base_params) if name not in adapted]
     return leaves.split_by_name(base_params, (), others)
 
 
 def _check_targets(dense: Model | None, model: Model) -> None:
     """Check that a method's network trains exactly the kernels that are adapted."""
     checks.model(model)
-    ends = "adapters/", "/a"
-    names = [name for name, _ in model.mask or ()]
-    adapted = {
-        x[len(ends[0]) : -len(ends[1])]
-        for x in names
-        if x.startswith(ends[0]) and x.endswith(ends[1])
-    }
+    found = (re.fullmatch("adapters/(.*)/a", name, re.DOTALL) for name, _ in model.mask or ())
+    adapted = {network.kernel_of(match[1]) for match in found if match}
     if not adapted:
         raise ValueError(
             "model has no adapters; expected the network that adapters.attach returns."
@@ -155,21 +152,24 @@ def _as_adapter(change: Array, like: Adapter, factors: Any) -> Adapter:
 
 
 def _metrics(values: Mapping[str, Any], weights: Array) -> dict[str, Any]:
-    """Return the mean factors of each dense kernel, of a Kronecker Fisher or Gram matrices."""
-    factors, transposed = dict[str, Any](), set[str]()
+    """Return mean factors by the name of the adapter, of a Kronecker Fisher or Gram matrices."""
     fisher, grams = values.get("fisher"), values.get("grams")
+    factors = {}
     if isinstance(fisher, Kronecker):
-        dense = {x.kernel: x for x in fisher.layers if x.is_dense}
-        factors = {name: fisher.factors[name] for name in dense}
-        transposed = {name for name, layer in dense.items() if layer.is_transposed}
+        factors = {
+            x.kernel + "^T" * x.is_transposed: fisher.factors[x.kernel]
+            for x in fisher.layers
+            if x.is_dense
+        }
     elif isinstance(grams, Mapping):
-        transposed = {name.removesuffix("^T") for name in grams if name.endswith("^T")}
-        factors = {name.removesuffix("^T"): {"input": gram} for name, gram in grams.items()}
+        factors = {name: {"input": gram} for name, gram in grams.items()}
     means = {}
     for name, stacked in factors.items():
-        clients = [{s: x[i] for s, x in stacked.items()} for i in range(len(weights))]
-        mean = mean_factors(clients, weights)
-        if name in transposed:
-            mean = {"input": mean.get("output"), "output": mean["input"]}
-        means[name] = mean
+        mean = mean_factors(
+            [{s: x[i] for s, x in stacked.items()} for i in range(len(weights))], weights
+        )
+        # An adapter whose A reads what the network uses as outputs has the other side's factors.
+        swapped = {"input": mean.get("output"), "output": mean["input"]}
+        kernel = network.kernel_of(name)
+        means |= {name: mean, (kernel if name != kernel else kernel + "^T"): swapped}
     return means

@@ -23,6 +23,7 @@ def attach(
     *,
     rank: int | Mapping[str, int],
     alpha: float | None = None,
+    transposed: bool = False,
     key: Key,
 ) -> tuple[Model, dict[str, Any]]:
     """Make a network whose base is frozen, with a trained adapter of each target, and its params.
@@ -33,9 +34,11 @@ def attach(
     Args:
         model: The network; its own mask is not used.
         params: Params of the base.
-        targets: Kernels [inputs, outputs] to adapt: their names, or a function of a leaf's name.
+        targets: Kernels to adapt: their names, or a function of a leaf's name.
         rank: Rank of all adapters, or by name.
         alpha: Numerator of the scale alpha / rank; None (default) makes every scale one.
+        transposed: Whether these kernels are [outputs, inputs], as in PyTorch and equinox, instead
+            of [inputs, outputs]. The names of their adapters then end in "^T".
         key: Random key of A, which is uniform with variance 1 / (3 inputs); B is zero.
 
     Returns:
@@ -70,14 +73,15 @@ def attach(
     for number, name in enumerate(names):
         shape = kernels[name].shape
         if len(shape) != 2:
-            raise ValueError(f"The target {name!r} has shape {shape}; expected [inputs, outputs].")
+            raise ValueError(f"The target {name!r} has shape {shape}; expected a matrix.")
+        inputs, outputs = shape[::-1] if transposed else shape
         r = checks.count("rank", rank[name] if isinstance(rank, Mapping) else rank)
-        bound = 1 / jnp.sqrt(shape[0])
-        draw = partial(jax.random.uniform, jax.random.fold_in(key, number), (r, shape[0]))
+        bound = 1 / jnp.sqrt(inputs)
+        draw = partial(jax.random.uniform, jax.random.fold_in(key, number), (r, inputs))
         dtype = kernels[name].dtype
         scale = jnp.asarray(1.0 if alpha is None else alpha / r, dtype)
         a = draw(dtype, -bound, bound)
-        made[name] = Adapter(a, jnp.zeros((shape[1], r), dtype), scale)
+        made[name + "^T" * transposed] = Adapter(a, jnp.zeros((outputs, r), dtype), scale)
     start = {"base": params, "adapters": made}
     mask = {
         "base": jax.tree.map(lambda _: False, params),
@@ -103,8 +107,9 @@ def dense(model: Model, start: Mapping[str, Any]) -> Model:
         >>> dense(model, start).mask
         (('w', True),)
     """
+    adapted = {kernel_of(name) for name in start["adapters"]}
     names = tree.names(start["base"])
-    return model._replace(mask=tuple((name, name in start["adapters"]) for name in names))
+    return model._replace(mask=tuple((name, name in adapted) for name in names))
 
 
 def merged(params: Mapping[str, Any]) -> Params:
@@ -118,21 +123,34 @@ def merged(params: Mapping[str, Any]) -> Params:
     """
     kernels = tree.by_name(params["base"])
     changed = {
-        name: kernels[name] + base.product(adapter).astype(kernels[name].dtype)
-        for name, adapter in params["adapters"].items()
+        kernel: kernels[kernel] + change.astype(kernels[kernel].dtype)
+        for kernel, change in changes(params["adapters"]).items()
     }
     return leaves.replace(params["base"], changed)
+
+
+def changes(adapters: Mapping[str, Adapter]) -> dict[str, Array]:
+    """Return the change of each kernel, in its layout, by the name of its leaf."""
+    return {
+        kernel_of(name): base.product(x).T if name.endswith("^T") else base.product(x)
+        for name, x in adapters.items()
+    }
+
+
+def kernel_of(name: str) -> str:
+    """Return the name of the kernel that an adapter changes."""
+    return name.removesuffix("^T")
 
 
 @cached
 def _with_adapters(model: Model) -> Model:
     def run(function: Callable, params: Mapping[str, Any], *rest: Any) -> Any:
-        changes = {
-            name: Changed.by(kernel, params["adapters"][name])
-            for name, kernel in tree.by_name(params["base"]).items()
-            if name in params["adapters"]
+        kernels = tree.by_name(params["base"])
+        changed = {
+            kernel_of(name): Changed.by(kernels[kernel_of(name)], x, name.endswith("^T"))
+            for name, x in params["adapters"].items()
         }
-        return evaluate(function, params["base"], changes, *rest)
+        return evaluate(function, params["base"], changed, *rest)
 
     def apply(params: Mapping[str, Any], inputs: Any) -> Array:
         return run(model.apply, params, inputs)

@@ -16,11 +16,19 @@ from fisherjax.files._limits import Limits
 
 CONFIG = "adapter_config.json"
 
-_IDENTITY = ("base_model_name_or_path", "revision", "task_type", "auto_mapping", "fan_in_fan_out")
+_IDENTITY = ("base_model_name_or_path", "revision", "task_type", "fan_in_fan_out")
 """Options in which adapters that are merged must agree."""
 _HONOURED = {
     *_IDENTITY,
-    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"),
+    *(
+        "auto_mapping",
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+    ),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
 }
 # They act in training only, or say nothing without an option that must be off.
@@ -174,7 +182,7 @@ def config_of(modules: Mapping[str, tuple[int, float]], like: Mapping[str, Any])
     )
     return {
         "peft_type": "LORA",
-        **{name: like.get(name) for name in _IDENTITY},
+        **{name: like.get(name) for name in ("auto_mapping", *_IDENTITY)},
         "fan_in_fan_out": bool(like.get("fan_in_fan_out", False)),
         "inference_mode": True,
         "r": common_rank,
@@ -206,6 +214,7 @@ def check_agree(configs: Mapping[str, Mapping[str, Any]]) -> None:
             if one != other:
                 raise ValueError(
                     f"The adapters are not of one base and task: {name} is {one!r:.100} in "
-                    f"{first!r} and {other!r:.100} in {folder!r}; expected the same. A product of "
-                    "factors is a change of the base that it was trained on."
+                    f"{first!r} and {other!r:.100} in {folder!r}; expected the same, because a "
+                    "product is a change of the base that it was trained on. If they are names of "
+                    "one base, write one of them into all files."
                 )
