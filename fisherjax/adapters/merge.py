@@ -237,7 +237,7 @@ def _check_factors(label: str, client: Any, held: Mapping[str, Factors], shapes:
             f"{label} adapts {missing} and has no factors of them; expected the factors of "
             "every layer that a client adapts."
         )
-    for name in held.keys() & shapes.keys():
+    for name in [name for name in shapes if name in held]:
         sizes = dict(zip(("input", "output"), shapes[name], strict=True))
         for side, factor in held[name].items():
             size = sizes.get(side)

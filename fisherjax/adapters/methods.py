@@ -26,19 +26,22 @@ from fisherjax.typing import Array, Examples, Key, Model, Params
 
 
 @cached
-def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Report]:
+def merge_products(
+    algorithm: Algorithm[Report], model: Model, *, rank: int | None = None
+) -> Algorithm[Report]:
     """Make an algorithm that merges clients' adapters by the changes D_i = scale B_i A_i they make.
 
     Clients send A_i and B_i, and what the algorithm sends beside its params, such as Kronecker
     factors, computed for the dense kernels at the base and the client's change. The server runs the
-    algorithm on the changes, and takes the best adapter of the start's rank: in the metric
-    `mean_factors` of Kronecker factors or Gram matrices if clients send them, else by least
-    squares.
+    algorithm on the changes, and takes the best adapter of a rank: in the metric `mean_factors` of
+    Kronecker factors or Gram matrices if clients send them, else by least squares.
 
     Args:
         algorithm: A method that merges params to one model and keeps no state; if it runs a
             network, then one made for the model `dense`, such as `fedfisher(dense(model, start))`.
         model: The network with adapters, of `attach`.
+        rank: Largest rank of the merged adapters; None (default) is that of the start, with which
+            rounds can go on. A rank of the size of the kernels keeps all of the merged change.
 
     Returns:
         The algorithm, for params of `attach`. It has no `reduce`: products of sums are not sums of
@@ -73,6 +76,8 @@ def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Repo
         )
 
     _check_targets(algorithm.model, model)
+    if rank is not None:
+        checks.count("rank", rank)
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         params, _, others = _split(network.merged(trained.whole), trained.params)
@@ -102,7 +107,7 @@ def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Repo
         for name, like in held.items():
             change = found[network.kernel_of(name)]
             change = change.T if name.endswith("^T") else change
-            new[name] = _as_adapter(change, like, metrics.get(name))
+            new[name] = _as_adapter(change, rank, like, metrics.get(name))
         return params | {"adapters": new}, state, info
 
     return algorithm._replace(
@@ -111,6 +116,7 @@ def merge_products(algorithm: Algorithm[Report], model: Model) -> Algorithm[Repo
         reduce=None,
         kind=f"{algorithm.kind}, of adapters",
         model=model,
+        gives="model" if rank is None else "wider model",
         link=Link(whole=True),
     )
 
@@ -141,12 +147,12 @@ def _check_targets(dense: Model | None, model: Model) -> None:
         )
 
 
-def _as_adapter(change: Array, like: Adapter, factors: Any) -> Adapter:
-    """Return the best adapter with the rank and the scale of another."""
-    rank = like.a.shape[0]
-    best = base.truncate(base.from_product(change), rank, factors)
-    short = rank - best.a.shape[0]
-    # A kernel that is smaller than the rank.
+def _as_adapter(change: Array, rank: int | None, like: Adapter, factors: Any) -> Adapter:
+    """Return the best adapter of a rank, or of that of another adapter, with its scale."""
+    size = like.a.shape[0] if rank is None else rank
+    best = base.truncate(base.from_product(change), size, factors)
+    # A kernel that is smaller than the rank of its adapter.
+    short = size - best.a.shape[0] if rank is None else 0
     a, b = jnp.pad(best.a, ((0, short), (0, 0))), jnp.pad(best.b, ((0, 0), (0, short)))
     return Adapter(a, b / like.scale, like.scale)
 
@@ -165,9 +171,9 @@ def _metrics(values: Mapping[str, Any], weights: Array) -> dict[str, Any]:
         factors = {name: {"input": gram} for name, gram in grams.items()}
     means = {}
     for name, stacked in factors.items():
-        mean = mean_factors(
-            [{s: x[i] for s, x in stacked.items()} for i in range(len(weights))], weights
-        )
+        clients = [{s: x[i] for s, x in stacked.items()} for i in range(len(weights))]
+        # The part of K-FAC's default damping, as in `merge`.
+        mean = mean_factors(clients, weights, Kronecker.default_damping)
         # An adapter whose A reads what the network uses as outputs has the other side's factors.
         swapped = {"input": mean.get("output"), "output": mean["input"]}
         kernel = network.kernel_of(name)

@@ -159,7 +159,7 @@ def _with_adapters(model: Model) -> Model:
         params: Mapping[str, Any], inputs: Any, key: Key, weights: Array
     ) -> tuple[Any, Any]:
         outputs, new = run(model.apply_train, params, inputs, key, weights)
-        return outputs, None if new is None else {"base": new, "adapters": None}
+        return outputs, None if new is None else {**params, "base": new}
 
     return model._replace(
         apply=apply, apply_train=None if model.apply_train is None else apply_train, mask=None
