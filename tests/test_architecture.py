@@ -89,7 +89,16 @@ BUILT = {  # folders whose files build on one another
     "training": ["_cohort", "_train"],
     "adapters": ["base", "_evaluation", "merge", "network", "methods"],
     "files": [
-        *("_shown", "_paths", "_limits", "base", "_archive", "_places", "arrays", "_adapter_config"),
+        *(
+            "_shown",
+            "_paths",
+            "_limits",
+            "base",
+            "_archive",
+            "_places",
+            "arrays",
+            "_adapter_config",
+        ),
         *("adapters", "values"),
         *("_size_checks", "_description_checks", "_records", "uploads", "_reads", "_parts"),
         *("_layerwise", "_packed", "merge"),

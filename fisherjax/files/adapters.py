@@ -134,7 +134,8 @@ def save_adapter(
         limits: Limits by which the folder will be read.
 
     Raises:
-        ValueError: If there are no adapters, factors do not fit, or the folder is not empty.
+        ValueError: If there are no adapters, factors do not fit or are not finite, or the folder
+            is not empty.
         TypeError: If an adapter has another type, or its dtype cannot be stored.
         OSError: If the folder cannot be written.
 
@@ -151,6 +152,8 @@ def save_adapter(
         raise ValueError(f"embeddings has {unknown}, which are no modules of {sorted(adapters)}.")
     arrays = {}
     for name, adapter in adapters.items():
+        if not all(np.isfinite(np.asarray(x)).all() for x in adapter):
+            raise ValueError(f"The adapter of {name!r} is not finite; expected finite numbers.")
         ends = ("embedding_A", "embedding_B") if name in embeddings else ("A.weight", "B.weight")
         for end, factor in zip(ends, adapter[:2], strict=True):
             arrays[f"{_PREFIX}{name}.lora_{end}"] = np.asarray(factor)
