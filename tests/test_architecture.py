@@ -99,7 +99,7 @@ BUILT = {  # folders whose files build on one another
             "arrays",
             "_adapter_config",
         ),
-        *("adapters", "values"),
+        *("adapters", "adapter_merge", "values"),
         *("_size_checks", "_description_checks", "_records", "uploads", "_reads", "_parts"),
         *("_layerwise", "_packed", "merge"),
     ],

@@ -26,7 +26,7 @@ class Changed(NamedTuple):
     @classmethod
     def by(cls, kernel: Array, adapter: Adapter, is_transposed: bool) -> "Changed":
         """Return a kernel [inputs, outputs], or its transpose, with the change of an adapter."""
-        sides = adapter.a.T, adapter.b * adapter.scale
+        sides = jnp.asarray(adapter.a.T), jnp.asarray(adapter.b * adapter.scale)
         return cls(kernel, *(sides[::-1] if is_transposed else sides))
 
     def whole(self) -> Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fisherjax._core import linalg
 from fisherjax.fisher.operators import PRECISION, widen
-from fisherjax.typing import Array, Scalar
+from fisherjax.typing import AnyArray, Array, Scalar
 
 
 class Adapter(NamedTuple):
@@ -25,8 +25,8 @@ class Adapter(NamedTuple):
         scale: A number, such as alpha / r; with rsLoRA alpha / sqrt(r).
     """
 
-    a: Array
-    b: Array
+    a: AnyArray
+    b: AnyArray
     scale: Scalar = 1.0
 
 

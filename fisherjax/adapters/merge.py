@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fisherjax import quadratic, solvers
+from fisherjax import quadratic, solvers, tree
 from fisherjax._core import checks, linalg
 from fisherjax._layers.layer import Layer
 from fisherjax._upload_checks import check_not_all_zero, check_weights
@@ -113,12 +113,16 @@ def mean_factors(
         others = [x for other, x in relative.items() if other != side]
         votes = jnp.asarray(weights) * (others[0] if others else 1)
         scale = jnp.where(traces[side].max() > 0, traces[side].max(), 1)
-        mean = sum(v * (widen(f[side]) / scale) for v, f in zip(votes, factors, strict=True))
+        mean = _mean([widen(f[side]) / scale for f in factors], votes)
         scale = jnp.mean(diagonal_of(mean))
         # Without any curvature, the metric is that of least squares.
         shift = jnp.where(scale > 0, jnp.sqrt(damping) * scale, 1)
         means[side] = mean + shift.astype(mean.dtype) * identity_like(mean)
     return means
+
+
+def _mean(matrices: Sequence[Array], weights: Sequence[Scalar] | Array) -> Array:
+    return tree.weighted_sum(jnp.stack(matrices), jnp.asarray(weights))
 
 
 def _merge_layer(
@@ -129,8 +133,8 @@ def _merge_layer(
     damping: Scalar,
     solver: Solver,
 ) -> Adapter:
-    present = [i for i, x in enumerate(layer) if x is not None]
-    mean = base.weighted_sum([layer[i] for i in present], [weights[i] for i in present])
+    present = [(x, w) for x, w in zip(layer, weights, strict=True) if x is not None]
+    mean = base.weighted_sum(*zip(*present, strict=True))
     if factors is None:
         return mean if rank is None else base.truncate(mean, rank)
     # The factors of a client that has none are zero: it has no curvature in this layer.
@@ -152,7 +156,7 @@ def _least_squares(
 
     It acts on the rows of the clients' A only, so that the rank does not grow.
     """
-    total = sum(w * widen(gram) for w, gram in zip(weights, grams, strict=True))
+    total = _mean([widen(gram) for gram in grams], weights)
     mean = jnp.mean(diagonal_of(total))
     # At scale one. Without any curvature, the solution is the mean.
     scale, shift = jnp.where(mean > 0, mean, 1), jnp.where(mean > 0, damping, 1)
@@ -167,7 +171,7 @@ def _least_squares(
     matrix = total / scale + shift * identity_like(total)
     if matrix.ndim == 1:
         return stacked._replace(a=stacked.a / matrix)
-    return stacked._replace(a=linalg.solve_definite(matrix, stacked.a.T).T)
+    return stacked._replace(a=linalg.solve_definite(matrix, jnp.asarray(stacked.a.T)).T)
 
 
 def _solve(
@@ -238,7 +242,7 @@ def _check_factors(label: str, client: Any, held: Mapping[str, Factors], shapes:
             "every layer that a client adapts."
         )
     for name in [name for name in shapes if name in held]:
-        sizes = dict(zip(("input", "output"), shapes[name], strict=True))
+        sizes: dict[str, int] = dict(zip(("input", "output"), shapes[name], strict=True))
         for side, factor in held[name].items():
             size = sizes.get(side)
             if jnp.shape(factor) not in ((size, size), (size,)):

@@ -155,12 +155,14 @@ def _with_adapters(model: Model) -> Model:
     def apply(params: Mapping[str, Any], inputs: Any) -> Array:
         return run(model.apply, params, inputs)
 
+    train = model.apply_train
+    if train is None:
+        return model._replace(apply=apply, mask=None)
+
     def apply_train(
         params: Mapping[str, Any], inputs: Any, key: Key, weights: Array
     ) -> tuple[Any, Any]:
-        outputs, new = run(model.apply_train, params, inputs, key, weights)
+        outputs, new = run(train, params, inputs, key, weights)
         return outputs, None if new is None else {**params, "base": new}
 
-    return model._replace(
-        apply=apply, apply_train=None if model.apply_train is None else apply_train, mask=None
-    )
+    return model._replace(apply=apply, apply_train=apply_train, mask=None)

@@ -2,13 +2,8 @@
 
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
-from fisherjax.files.adapters import (
-    AdapterMerge,
-    PeftAdapter,
-    load_adapter,
-    merge_adapters,
-    save_adapter,
-)
+from fisherjax.files.adapter_merge import AdapterMerge, merge_adapters
+from fisherjax.files.adapters import PeftAdapter, load_adapter, save_adapter
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
 from fisherjax.files.base import Sealed, unseal
 from fisherjax.files.merge import Merge, merge_files

@@ -96,11 +96,11 @@ def solution(clients, factors, name, damping):
     return np.linalg.solve(system, rhs + shift * mean).reshape(INPUTS, OUTPUTS)
 
 
-@pytest.fixture(params=["float32", pytest.param("float64", marks=pytest.mark.long)])
+@pytest.fixture(params=[(), pytest.param(("x64",), marks=pytest.mark.long)], ids=["32", "64"])
 def dtype(request):
-    if request.param == "float64":
-        request.getfixturevalue("x64")
-    return request.param
+    for fixture in request.param:
+        request.getfixturevalue(fixture)
+    return jnp.result_type(float).name
 
 
 def test_the_mean_is_that_of_the_dense_changes(dtype):
