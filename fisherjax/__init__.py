@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fisherjax import (
+    adapters,
     algorithms,
     clients,
     compression,
@@ -41,6 +42,7 @@ from fisherjax.typing import Examples, Model
 __all__ = [
     "Examples",
     "Model",
+    "adapters",
     "algorithms",
     "clients",
     "compression",

@@ -2,6 +2,8 @@
 
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
+from fisherjax.files.adapter_merge import AdapterMerge, merge_adapters
+from fisherjax.files.adapters import PeftAdapter, load_adapter, save_adapter
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
 from fisherjax.files.base import Sealed, unseal
 from fisherjax.files.merge import Merge, merge_files
@@ -10,17 +12,22 @@ from fisherjax.files.values import VALUE_TYPES
 
 __all__ = [
     "VALUE_TYPES",
+    "AdapterMerge",
     "ArrayKind",
     "Limits",
     "Merge",
+    "PeftAdapter",
     "Place",
     "Places",
     "Record",
     "Sealed",
+    "load_adapter",
     "load_arrays",
     "load_update",
+    "merge_adapters",
     "merge_files",
     "of_client",
+    "save_adapter",
     "save_arrays",
     "save_update",
     "unflatten",

@@ -1,0 +1,267 @@
+"""Merge clients' adapters by their products, in the metric of the layers' Kronecker factors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from fisherjax import quadratic, solvers, tree
+from fisherjax._core import checks, linalg
+from fisherjax._layers.layer import Layer
+from fisherjax._upload_checks import check_not_all_zero, check_weights
+from fisherjax.adapters import base
+from fisherjax.adapters.base import Adapter
+from fisherjax.clients import shares
+from fisherjax.fisher import Kronecker
+from fisherjax.fisher.kronecker import diagonal_of, identity_like
+from fisherjax.fisher.operators import Template, widen
+from fisherjax.solvers import Solver
+from fisherjax.typing import Array, Scalar, Weights
+
+Factors = Mapping[str, Array]
+"""Kronecker factors of a layer, {"input": A [inputs, inputs], "output": G [outputs, outputs]}."""
+
+
+def merge(
+    adapters: Sequence[Mapping[str, Adapter]],
+    weights: Weights | None = None,
+    factors: Sequence[Mapping[str, Factors]] | None = None,
+    *,
+    rank: int | Mapping[str, int] | None = None,
+    damping: Scalar = 1.0,
+    solver: Solver | None = None,
+) -> dict[str, Adapter]:
+    """Merge clients' adapters, layer by layer, by the changes D_i = scale_i B_i A_i that they make.
+
+        argmin sum_i p_i 1/2 |G_i^(1/2) (D - D_i) A_i^(1/2)|^2 + damping towards sum_i p_i D_i
+
+    over D of any rank, of which the best one of `rank` follows in the metric `mean_factors`. Ranks
+    and scales may differ between clients. A client that does not adapt a layer changes it by zero.
+
+    Args:
+        adapters: For each client its adapters, by layer. Different clients may adapt different
+            layers.
+        weights: [M] non-negative weights of the clients, scaled to sum one (default: equal).
+        factors: For each client the Kronecker factors of its layers, such as `factors` of the
+            result of `fisher.kfac` at the base and its change. None (default) takes the weighted
+            mean. Without "output", which is RegMean, the solution has the rank of all adapters
+            together. A client may lack the factors of a layer that it does not adapt: then it has
+            no curvature there.
+        rank: Largest rank of the result, for all layers or by layer; None (default) keeps the exact
+            solution, whose rank is sum_i r_i, or full with output factors.
+        damping: Damping in units of a layer's mean eigenvalue, positive.
+        solver: Solver of layers with output factors (default `solvers.conjugate_gradients()`).
+
+    Returns:
+        The merged adapters, with scale one.
+
+    Raises:
+        ValueError: If adapters of a layer have different inputs or outputs, factors do not fit or
+            are missing, or a number is out of range.
+        TypeError: If an argument has the wrong type.
+
+    Example:
+        >>> ann = {"dense": Adapter(jnp.array([[1.0, 0.0]]), jnp.array([[2.0]]))}
+        >>> bob = {"dense": Adapter(jnp.array([[0.0, 1.0]]), jnp.array([[4.0]]), scale=0.5)}
+        >>> print(base.product(merge([ann, bob])["dense"]).T)
+        [[1. 1.]]
+        >>> grams = [{"dense": {"input": jnp.diag(x)}} for x in jnp.array([[1.0, 0], [0, 1]])]
+        >>> print(base.product(merge([ann, bob], factors=grams, damping=1e-6)["dense"]).T.round(3))
+        [[2. 2.]]
+
+    Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, equation 7; Jin et al., RegMean,
+        ICLR 2023; here for products of factors.
+    """
+    names = check(adapters, factors)
+    checks.positive("damping", damping)
+    sizes = dict.fromkeys(names, rank) if not isinstance(rank, Mapping) else dict(rank)
+    for name in names:
+        if sizes.get(name) is not None:
+            checks.count(f"the rank of {name!r}", sizes[name])
+    known = check_weights(weights, len(adapters))
+    check_not_all_zero(known)
+    shared = jnp.asarray(shares(known), float)
+    how = shared, damping, solvers.conjugate_gradients() if solver is None else solver
+    merged = {}
+    for name in names:
+        layer = [client.get(name) for client in adapters]
+        held = None if factors is None else [client.get(name) for client in factors]
+        merged[name] = _merge_layer(layer, held, sizes.get(name), *how)
+    return merged
+
+
+def mean_factors(
+    factors: Sequence[Factors], weights: Sequence[Scalar] | Array, damping: Scalar = 0.0
+) -> dict[str, Array]:
+    """Return one pair of factors for sum_i p_i A_i (x) G_i, whose trace it keeps.
+
+        A = sum_i p_i tr(G_i) A_i,   G = sum_i p_i tr(A_i) G_i,   up to one scale for both.
+
+    It is exact if all clients have the same A or the same G. With damping, each factor has its
+    part, sqrt(damping) times its mean eigenvalue.
+
+    Source: the Kronecker product nearest to a sum, for factors of rank one in their traces; damping
+        as in Martens and Grosse, ICML 2015, section 6.3.
+    """
+    traces = {
+        side: jnp.stack([jnp.sum(diagonal_of(f[side])) for f in factors]) for side in factors[0]
+    }
+    # Divided by the largest: only ratios count, and products of tiny traces would be zero.
+    relative = {side: t / jnp.where(t.max() > 0, t.max(), 1) for side, t in traces.items()}
+    means = {}
+    for side in factors[0]:
+        others = [x for other, x in relative.items() if other != side]
+        votes = jnp.asarray(weights) * (others[0] if others else 1)
+        scale = jnp.where(traces[side].max() > 0, traces[side].max(), 1)
+        mean = _mean([widen(f[side]) / scale for f in factors], votes)
+        scale = jnp.mean(diagonal_of(mean))
+        # Without any curvature, the metric is that of least squares.
+        shift = jnp.where(scale > 0, jnp.sqrt(damping) * scale, 1)
+        means[side] = mean + shift.astype(mean.dtype) * identity_like(mean)
+    return means
+
+
+def _mean(matrices: Sequence[Array], weights: Sequence[Scalar] | Array) -> Array:
+    return tree.weighted_sum(jnp.stack(matrices), jnp.asarray(weights))
+
+
+def _merge_layer(
+    layer: Sequence[Adapter | None],
+    factors: Sequence[Factors | None] | None,
+    rank: int | None,
+    weights: Array,
+    damping: Scalar,
+    solver: Solver,
+) -> Adapter:
+    present = [(x, w) for x, w in zip(layer, weights, strict=True) if x is not None]
+    mean = base.weighted_sum(*zip(*present, strict=True))
+    if factors is None:
+        return mean if rank is None else base.truncate(mean, rank)
+    # The factors of a client that has none are zero: it has no curvature in this layer.
+    known = next(f for f in factors if f is not None)
+    held = [{s: jnp.zeros_like(x) for s, x in known.items()} if f is None else f for f in factors]
+    if "output" in known:
+        merged = _solve(layer, held, weights, damping, solver)
+    else:
+        merged = _least_squares(layer, [f["input"] for f in held], weights, damping)
+    if rank is None:
+        return merged
+    return base.truncate(merged, rank, mean_factors(held, weights, damping))
+
+
+def _least_squares(
+    layer: Sequence[Adapter | None], grams: Sequence[Array], weights: Array, damping: Scalar
+) -> Adapter:
+    """Solve for the layer's outputs, sum_i p_i D_i (A_i + shift) (sum_i p_i A_i + shift)^-1.
+
+    It acts on the rows of the clients' A only, so that the rank does not grow.
+    """
+    total = _mean([widen(gram) for gram in grams], weights)
+    mean = jnp.mean(diagonal_of(total))
+    # At scale one. Without any curvature, the solution is the mean.
+    scale, shift = jnp.where(mean > 0, mean, 1), jnp.where(mean > 0, damping, 1)
+    rows = []
+    for adapter, gram in zip(layer, grams, strict=True):
+        if adapter is not None:
+            a, at_one = widen(jnp.asarray(adapter.a)), widen(gram) / scale
+            seen = a * at_one if gram.ndim == 1 else jnp.matmul(a, at_one, precision="highest")
+            rows.append(adapter._replace(a=seen + shift * a))
+    present = [w for w, x in zip(weights, layer, strict=True) if x is not None]
+    stacked = base.weighted_sum(rows, present)
+    matrix = total / scale + shift * identity_like(total)
+    if matrix.ndim == 1:
+        return stacked._replace(a=stacked.a / matrix)
+    return stacked._replace(a=linalg.solve_definite(matrix, jnp.asarray(stacked.a.T)).T)
+
+
+def _solve(
+    layer: Sequence[Adapter | None],
+    factors: Sequence[Factors],
+    weights: Array,
+    damping: Scalar,
+    solver: Solver,
+) -> Adapter:
+    """Solve the quadratic of K-FAC, whose solution has full rank, as a matrix.
+
+    The factors have the size of the matrix already, so that low rank would save nothing.
+    """
+    known = next(x for x in layer if x is not None)
+    shape = known.a.shape[1], known.b.shape[0]
+    changes = [jnp.zeros(shape) if x is None else base.product(x) for x in layer]
+    # One name for all layers, so that those of one shape share a program.
+    params = {"kernel": jnp.stack(changes)}
+    stacked = {side: jnp.stack([f[side] for f in factors]) for side in ("input", "output")}
+    template = Template.of({"kernel": changes[0]})
+    fishers = Kronecker({"kernel": stacked}, {}, (Layer("kernel", None, shape),), template)
+    problem = quadratic.quadratic(fishers, params, weights, damping)
+    return base.from_product(solver(problem).params["kernel"])
+
+
+def check(
+    adapters: Sequence[Mapping[str, Adapter]],
+    factors: Sequence[Mapping[str, Factors]] | None = None,
+    labels: Sequence[str] | None = None,
+) -> list[str]:
+    """Check that clients' adapters and factors fit each other; return the names of the layers.
+
+    Errors call the clients by `labels` (default: their numbers).
+    """
+    labels = labels or [f"client {number}" for number in range(len(adapters))]
+    names = list(dict.fromkeys(name for client in adapters for name in client))
+    if not names:
+        raise ValueError("There are no adapters; expected those of at least one client and layer.")
+    shapes: dict[str, tuple[str, tuple[int, int]]] = {}
+    for label, client in zip(labels, adapters, strict=True):
+        for name, adapter in client.items():
+            checks.instance(f"The adapter of {name!r}", adapter, Adapter, "an adapters.Adapter")
+            a, b = jnp.shape(adapter.a), jnp.shape(adapter.b)
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+                raise ValueError(
+                    f"{label}: the adapter of {name!r} has factors {a} and {b}; expected A "
+                    "[r, inputs] and B [outputs, r]."
+                )
+            first, found = shapes.setdefault(name, (label, (a[1], b[0])))
+            if found != (a[1], b[0]):
+                raise ValueError(
+                    f"The adapters of {name!r} change a matrix {list(found)} in {first} and one of "
+                    f"{[a[1], b[0]]} in {label}; expected the same layer."
+                )
+    if factors is not None:
+        if len(factors) != len(adapters):
+            raise ValueError(f"factors has {len(factors)} clients; expected {len(adapters)}.")
+        for label, client, held in zip(labels, adapters, factors, strict=True):
+            _check_factors(label, client, held, {name: x for name, (_, x) in shapes.items()})
+        _check_sides(factors, names)
+    return names
+
+
+def _check_factors(label: str, client: Any, held: Mapping[str, Factors], shapes: Any) -> None:
+    if missing := [name for name in client if name not in held]:
+        raise ValueError(
+            f"{label} adapts {missing} and has no factors of them; expected the factors of "
+            "every layer that a client adapts."
+        )
+    for name in [name for name in shapes if name in held]:
+        sizes: dict[str, int] = dict(zip(("input", "output"), shapes[name], strict=True))
+        for side, factor in held[name].items():
+            size = sizes.get(side)
+            if jnp.shape(factor) not in ((size, size), (size,)):
+                raise ValueError(
+                    f"{label}: the {side} factor of {name!r} has shape {jnp.shape(factor)};"
+                    f" expected {[size, size]}, without a bias: compute the factors with a mask "
+                    "that trains the adapted kernels only (adapters.dense)."
+                )
+
+
+def _check_sides(factors: Sequence[Mapping[str, Factors]], names: Sequence[str]) -> None:
+    for name in names:
+        sides = {
+            tuple((s, jnp.ndim(held[name][s])) for s in sorted(held[name]))
+            for held in factors
+            if name in held
+        }
+        if len(sides) != 1 or "input" not in dict(next(iter(sides))):
+            raise ValueError(
+                f"The factors of {name!r} are {sorted(sides)}, with their numbers of axes; "
+                "expected 'input', and 'output' for all clients or for none."
+            )

@@ -1,0 +1,133 @@
+"""Merge LoRA adapters in the folders of peft, by the products of their factors."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fisherjax import adapters as products
+from fisherjax._core import checks
+from fisherjax.clients import shares
+from fisherjax.files import _adapter_config
+from fisherjax.files._limits import LIMITS, Limits
+from fisherjax.files._shown import shown_errors
+from fisherjax.files.adapters import PeftAdapter, load_adapter, new_folder, save_adapter
+
+
+class AdapterMerge(NamedTuple):
+    """Summary of a merge of adapters.
+
+    Attributes:
+        shares: Clients' weights [M] with sum one.
+        ranks: Rank of the merged adapter, by module.
+        lost: By module, the part of the weighted mean of the products that the merged adapter does
+            not have, |D - X|_F / |D|_F; without factors it is the error of the truncation.
+        only_some: Modules that only some clients adapt, to which the others contribute zero.
+    """
+
+    shares: np.ndarray
+    ranks: dict[str, int]
+    lost: dict[str, float]
+    only_some: tuple[str, ...]
+
+
+@shown_errors()
+def merge_adapters(
+    out: str | os.PathLike,
+    folders: Sequence[str | os.PathLike],
+    *,
+    weights: Any = None,
+    factors: Sequence[Mapping[str, products.Factors]] | None = None,
+    rank: int | None = None,
+    damping: float = 1.0,
+    limits: Limits = LIMITS,
+) -> AdapterMerge:
+    """Merge LoRA adapters of one base to one adapter, by the products of their factors.
+
+    The products are those of `adapters.merge`: the weighted mean, or with `factors` the solution in
+    their metric, and then the best adapter of a rank.
+
+    Args:
+        out: New folder of the merged adapter.
+        folders: Folders of peft, one for each client.
+        weights: Non-negative weights [M] (default: equal).
+        factors: For each client the Kronecker factors of the modules, by their names or those of
+            their weights, as in `adapters.merge` (default: the weighted mean of the products).
+        rank: Largest rank of the merged adapter (default: the exact result, of rank sum_i r_i, or
+            full with output factors).
+        damping: Damping in units of a layer's mean eigenvalue, if there are factors.
+        limits: Limits for the files.
+
+    Raises:
+        ValueError: If adapters are of different bases, revisions or tasks, are not plain LoRA or
+            not finite, change the same module in different shapes, or factors do not fit.
+        OSError: If a file cannot be read or written.
+
+    Example:
+        >>> import tempfile
+        >>> place = tempfile.mkdtemp()
+        >>> for name, x in (("ann", 1.0), ("bob", 3.0)):
+        ...     adapter = products.Adapter(np.full((1, 2), x, "f4"), np.ones((2, 1), "f4"))
+        ...     save_adapter(f"{place}/{name}", {"query": adapter})
+        >>> summary = merge_adapters(f"{place}/out", [f"{place}/ann", f"{place}/bob"], rank=1)
+        >>> print(products.product(load_adapter(f"{place}/out").adapters["query"]).round(3))
+        [[2. 2.]
+         [2. 2.]]
+        >>> summary.ranks
+        {'query': 1}
+    """
+    out = new_folder(out)
+    if isinstance(folders, (str, bytes, os.PathLike)) or not folders:
+        raise TypeError(
+            f"folders is {folders!r:.80}; expected a list of paths, one for each client."
+        )
+    found: dict[str, PeftAdapter] = {}
+    for folder in folders:
+        if os.path.realpath(folder) in map(os.path.realpath, found):
+            raise ValueError(f"{str(folder)!r} is there twice; expected one folder a client.")
+        found[os.fspath(folder)] = load_adapter(folder, limits)
+    if rank is not None:
+        checks.count("rank", rank)
+    _adapter_config.check_agree({folder: x.config for folder, x in found.items()})
+    clients = [x.adapters for x in found.values()]
+    _check_finite(found)
+    embeddings = _embeddings(found)
+    names = products.check(clients, labels=[repr(folder) for folder in found])
+    if factors is not None:
+        factors = [{_module(k, names): x for k, x in held.items()} for held in factors]
+    merged = products.merge(clients, weights, factors, rank=rank, damping=damping)
+    mean = products.merge(clients, weights)
+    lost = {name: float(products.distance(mean[name], x)) for name, x in merged.items()}
+    config = next(iter(found.values())).config
+    save_adapter(out, merged, config=config, embeddings=embeddings, limits=limits)
+    return AdapterMerge(
+        shares(np.ones(len(found)) if weights is None else np.asarray(weights, float)),
+        {name: x.a.shape[0] for name, x in merged.items()},
+        lost,
+        tuple(name for name in names if not all(name in client for client in clients)),
+    )
+
+
+def _check_finite(found: Mapping[str, PeftAdapter]) -> None:
+    for folder, each in found.items():
+        for name, adapter in each.adapters.items():
+            for side, factor in zip("AB", adapter[:2], strict=True):
+                if not np.isfinite(factor).all():
+                    raise ValueError(
+                        f"{folder!r} is not finite: factor {side} of {name!r}. The client "
+                        "diverged: train it with a smaller learning rate, or leave it out."
+                    )
+
+
+def _embeddings(found: Mapping[str, PeftAdapter]) -> frozenset[str]:
+    """Return the modules that are embeddings; raise if one is not for all clients."""
+    every = frozenset[str]().union(*(x.embeddings for x in found.values()))
+    for folder, each in found.items():
+        if wrong := sorted(every.intersection(each.adapters) - each.embeddings):
+            raise ValueError(f"{wrong} are embeddings for other clients, but not in {folder!r}.")
+    return every
+
+
+def _module(name: str, modules: Collection[str]) -> str:
+    return name if name in modules else name.removesuffix(".weight")
