@@ -1,0 +1,165 @@
+"""Fine-tune MiniLM on four domains of sentences, a client each, and on all of them together."""
+
+import dataclasses
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fisherjax as fj
+from experiments.pretrained import minilm, sentences
+from fisherjax._core.caching import cached
+from fisherjax.clients import Federation
+from fisherjax.training import Trained
+from fisherjax.typing import Examples, Model, Params
+
+SHORTEST = 16
+"""Sentences with fewer tokens are left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What clients train on, and how."""
+
+    domains: tuple[str, ...] = sentences.DOMAINS
+    """Domains of sentences, one for each client."""
+    examples: int = 600
+    """Largest number of training sentences of a client."""
+    tested: int = 300
+    """Largest number of test sentences of a domain."""
+    length: int = 16
+    """Number of tokens that sentences are cut to, or padded to."""
+    epochs: int = 3
+    """Epochs of fine-tuning."""
+    batch_size: int = 16
+    """Sentences of a minibatch."""
+    learning_rate: float = 3e-5
+    """Step size of Adam."""
+
+
+class Data(NamedTuple):
+    """Sentences of the clients, and the test sentences of each domain."""
+
+    train: Federation
+    test: list[Examples]
+
+
+class Clients(NamedTuple):
+    """A start with its head, and networks that were fine-tuned from it.
+
+    Attributes:
+        model: The network; its head is frozen.
+        start: Params before fine-tuning.
+        trained: The clients, one for each domain.
+        joint: One network that was fine-tuned on all sentences, as a single client.
+        seconds: Seconds of the clients' training, and of the joint one, when they were trained.
+    """
+
+    model: Model
+    start: Params
+    trained: Trained
+    joint: Trained
+    seconds: tuple[float, float]
+
+
+# Equal options give the same object, so that nothing compiles again.
+_adam = cached(optax.adam)
+
+
+def data(task: Task, folder: Path, tokenizer: Path, seed: int) -> Data:
+    """Read the domains in `folder`, and split each by document."""
+    inputs, targets, rows, test = [], [], [], []
+    for name in task.domains:
+        read = sentences.read(folder / f"{name}.tsv")
+        tokens, lengths = sentences.tokens(tokenizer, read.texts, task.length)
+        kept = lengths >= SHORTEST
+        tokens, labels = tokens[kept].astype(np.int32), read.labels[kept]
+        train, held = sentences.split(read.documents[kept], task.tested, task.examples, seed)
+        rows.append(np.arange(len(train)) + sum(map(len, rows)))
+        inputs.append(tokens[train])
+        targets.append(labels[train])
+        test.append(Examples(tokens[held], labels[held]))
+    both = np.concatenate(inputs), np.concatenate(targets)
+    return Data(fj.clients.federation(both, rows), test)
+
+
+def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -> Clients:
+    """Fine-tune all networks of a seed, or read them from `cache` if they were trained before."""
+    # The options of merging, which a task may have too, do not change what is trained.
+    options = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
+    about = json.dumps([options, seed], sort_keys=True)
+    digest = hashlib.sha256(about.encode()).hexdigest()[:12]
+    path = cache / f"text-seed{seed}-{digest}.safetensors"
+    start = minilm.load(checkpoint)
+    model = minilm.model(start | _zero_head())
+    if path.is_file():
+        kept = fj.files.unflatten(fj.files.load_arrays(path))
+        start = jax.tree.map(jnp.asarray, kept["start"])
+        several = [_as_trained(model, start, kept[name]) for name in ("clients", "joint")]
+        return Clients(model, start, *several, tuple(map(float, kept["seconds"])))
+    start = with_head(start, found)
+    several, seconds = [], []
+    for federation in (found.train, _together(found.train)):
+        begun = time.perf_counter()
+        trained = fj.training.train(
+            *(model, start, federation),
+            key=jax.random.key(seed),
+            optimizer=_adam(task.learning_rate),
+            epochs=task.epochs,
+            batch_size=task.batch_size,
+        )
+        several.append(jax.block_until_ready(trained))
+        seconds.append(time.perf_counter() - begun)
+    kept = {"start": start, "seconds": np.array(seconds)}
+    kept |= {
+        name: {leaf: x for leaf, x in trained.params.items() if x is not None}
+        for name, trained in zip(("clients", "joint"), several, strict=True)
+    }
+    cache.mkdir(parents=True, exist_ok=True)
+    fj.files.save_arrays(path, kept)
+    return Clients(model, start, *several, tuple(seconds))
+
+
+def with_head(params: Params, found: Data) -> Params:
+    """Add the head that all clients share: ridge regression on the embeddings of all sentences.
+
+    Clients send sums only (`analytic_head`). Its outputs estimate probabilities; as logits they are
+    scaled by the number for which the mean training loss is least.
+    """
+    params = jax.tree.map(jnp.asarray, params | _zero_head())
+    # Every leaf is free here, because the exchange refuses to solve a frozen head.
+    free = minilm.model(params)._replace(mask=None)
+    key, method = jax.random.key(0), fj.algorithms.analytic_head(free)
+    params, _, _ = fj.merging.exchange(method, params, found.train, key=key)
+    outputs = fj.metrics.logits(free, params, found.train.inputs)
+    labels = jnp.asarray(found.train.targets)
+    scale = _scale(outputs, labels)
+    return params | {name: scale * params[name] for name in _zero_head()}
+
+
+def _scale(outputs: Any, labels: Any) -> float:
+    """Return the factor of logits for which the mean loss is least, to 5 %."""
+    factors = np.geomspace(0.5, 100, 110)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    return float(min(factors, key=lambda factor: float(loss(factor * outputs, labels).mean())))
+
+
+def _zero_head() -> dict[str, np.ndarray]:
+    return {"head.weight": np.zeros((2, 384), "f"), "head.bias": np.zeros(2, "f")}
+
+
+def _together(several: Federation) -> Federation:
+    both = several.inputs, several.targets
+    return fj.clients.federation(both, [np.arange(len(several.targets))])
+
+
+def _as_trained(model: Model, start: Params, params: dict[str, Any]) -> Trained:
+    own, frozen = fj.leaves.split_trained(model, start)
+    own_params = {name: None if own[name] is None else params[name] for name in start}
+    return Trained(own_params, own, frozen=frozen)

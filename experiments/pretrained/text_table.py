@@ -1,0 +1,197 @@
+"""Fine-tune a sentence encoder on four domains, a client each, and merge the clients in one round.
+
+Clients are fine-tuned once for each seed and kept, so that further methods merge them untrained.
+Beside the methods stand the start, each client on its own domain, and joint training on the
+sentences of all clients. Changes of merged models are also scaled, as in task arithmetic.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+import fisherjax as fj
+from experiments.harness import commands, figures, folders, records, studies, tables
+from experiments.pretrained import text_clients, weights
+from experiments.pretrained.text_clients import Clients, Data, Task
+from fisherjax.algorithms import Algorithm
+from fisherjax.typing import Params
+
+REFERENCES = {"start": "the start", "own": "each client on its own domain", "joint": "joint"}
+"""Rows that are no merge."""
+METHODS = (
+    *("fedavg", "ties", "regmean", "fedfisher_diag", "fedfisher_kfac", "fedfisher_sequential"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Task):
+    """Domains, fine-tuning, and methods that merge."""
+
+    algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = METHODS
+    """Methods that merge."""
+    scales: tuple[float, ...] = (1.0, 2.0, 3.0)
+    """Factors of the change of a merged model; 1 is the method itself."""
+    max_examples: int = 200
+    """Largest number of a client's sentences in its Fisher pass or Gram matrices."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of the split by document and of fine-tuning."""
+    folder: commands.FolderOrNone = None
+    """Folder of the weights; None takes FISHERJAX_WEIGHTS, else a folder in the user's cache."""
+    data_dir: commands.FolderOrNone = None
+    """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
+    clients: commands.FolderOrNone = None
+    """Folder that keeps fine-tuned clients; None takes `clients` in the folder of the results."""
+    out: commands.Folder = Path("runs/text")
+    """Folder for the results; an unfinished run there continues."""
+
+
+Unit = tuple[int, str]
+"""Seed and method."""
+
+
+class Measurement(NamedTuple):
+    """One accuracy on the test sentences of a domain, a fraction; see `studies`.
+
+    `bytes` is what a client sends, and `seconds` are those of all summaries and the merge,
+    compilation included; of `own` and `joint` they are those of training.
+    """
+
+    algorithm: str
+    scale: float
+    seed: int
+    domain: str
+    accuracy: float
+    bytes: int
+    seconds: float
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that the measurement belongs to."""
+        return self.seed, self.algorithm
+
+
+class Seed(NamedTuple):
+    """The data and the networks of a seed."""
+
+    data: Data
+    clients: Clients
+
+
+def units(asked: Config) -> dict[Unit, int]:
+    """Return the units, each computed and written as a whole, and their numbers of measurements."""
+    number = len(asked.domains)
+    sizes = dict.fromkeys(REFERENCES, number)
+    sizes |= dict.fromkeys(asked.algorithms, number * len(asked.scales))
+    return {(seed, name): size for seed in asked.seeds for name, size in sizes.items()}
+
+
+def measured(
+    asked: Config, console: Console, missing: Sequence[Unit]
+) -> Iterator[list[Measurement]]:
+    """Merge the clients of a seed by a method, and test the merged network on every domain."""
+    of_seed = cache(partial(_seed, asked))
+    for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
+        of = of_seed(seed)
+        if name in REFERENCES:
+            found = _references(of, name)
+        else:
+            found = _merged(asked, of, name, seed)
+        rows = [
+            Measurement(name, scale, seed, domain, round(accuracy, 6), size, round(seconds, 3))
+            for scale, accuracies, size, seconds in found
+            for domain, accuracy in zip(asked.domains, accuracies, strict=True)
+        ]
+        mean = 100 * sum(row.accuracy for row in rows) / len(rows)
+        console.print(f"seed {seed}, {name}: {mean:.1f}  [dim]({rows[0].seconds:.0f} s)[/]")
+        yield rows
+
+
+def run(asked: Config, program: str, console: Console) -> None:
+    """Measure what is missing in the folder of the results, and report all of it."""
+    with records.folder(asked.out):
+        asked, found = folders.resume(asked, Config(), Measurement._fields, Measurement)
+        one = partial(measured, asked, console)
+        found = studies.completed(asked, program, found, units(asked), one, console)
+        heading = "MiniLM on four domains: accuracy %"
+        shown = [table(asked, found)]
+        studies.report(asked, program, shown, {}, console, heading=heading)
+
+
+def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
+    """Return the accuracies by domain and their mean, with bytes and seconds."""
+    lines, cases = [], tables.gathered(((one.algorithm, one.scale), one) for one in found)
+    for (name, scale), ones in cases.items():
+        label = REFERENCES.get(name) or figures.label(name)
+        label += f", change x {scale:g}" if scale != 1 else ""
+        by_domain = tables.gathered((one.domain, 100 * one.accuracy) for one in ones)
+        by_seed = tables.gathered((one.seed, 100 * one.accuracy) for one in ones)
+        means = [sum(values) / len(values) for values in by_seed.values()]
+        cells = [tables.spread(by_domain[domain]) for domain in asked.domains]
+        size = tables.size(ones[0].bytes) if ones[0].bytes else "-"
+        seconds = tables.spread([one.seconds for one in ones][:: len(asked.domains)], 0)
+        lines.append((label, *cells, tables.spread(means), size, seconds))
+    headings = ("method", *asked.domains, "mean", "bytes", "seconds")
+    return tables.Table("", headings, lines, dim=range(len(REFERENCES)))
+
+
+def _seed(asked: Config, seed: int) -> Seed:
+    folder = Path(asked.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "vader"
+    checkpoint = weights.path("minilm/model.safetensors", asked.folder)
+    tokenizer = weights.path("minilm/tokenizer.json", asked.folder)
+    found = text_clients.data(asked, folder, tokenizer, seed)
+    kept = asked.clients or asked.out / "clients"
+    return Seed(found, text_clients.clients(asked, found, checkpoint.parent, seed, kept))
+
+
+def _references(of: Seed, name: str) -> list[tuple]:
+    clients, number = of.clients, len(of.data.test)
+    if name == "start":
+        return [(1.0, _accuracies(of, clients.start), 0, 0.0)]
+    which = name == "joint"
+    models = (clients.trained, clients.joint)[which].models
+    places = [0] * number if which else range(number)
+    models = [jax.tree.map(lambda x, place=place: x[place], models) for place in places]
+    accuracies = [_accuracies(of, m)[place] for place, m in enumerate(models)]
+    return [(1.0, accuracies, 0, clients.seconds[which])]
+
+
+def _merged(asked: Config, of: Seed, name: str, seed: int) -> list[tuple]:
+    clients, train = of.clients, of.data.train
+    method, key = _method(asked, name, clients), jax.random.key(seed)
+    begun = time.perf_counter()
+    update = fj.merging.summarize(method, clients.trained, train, key=key)
+    merged, *_ = fj.merging.merge(method, clients.start, update, train.weights)
+    merged = jax.block_until_ready(merged)
+    seconds = time.perf_counter() - begun
+    size = fj.compression.size(update) // train.num_clients
+    return [
+        (scale, _accuracies(of, _scaled(scale, clients.start, merged)), size, seconds)
+        for scale in asked.scales
+    ]
+
+
+def _method(asked: Config, name: str, clients: Clients) -> Algorithm:
+    known = fj.algorithms.options(name)
+    chosen: dict[str, Any] = {"max_examples": asked.max_examples}
+    # With drawn labels one backward pass suffices for any number of classes.
+    chosen |= {"kind": fj.fisher.sampled, "batch_size": 50}
+    chosen = {option: value for option, value in chosen.items() if option in known}
+    return fj.algorithms.make(name, clients.model, **chosen)
+
+
+def _scaled(scale: float, start: Params, merged: Params) -> Params:
+    return jax.tree.map(lambda a, b: a + scale * (jnp.asarray(b) - a), start, merged)
+
+
+def _accuracies(of: Seed, params: Params) -> list[float]:
+    how = {"batch_size": 150}
+    one = partial(fj.metrics.accuracy, of.clients.model, params, **how)
+    return [float(one(test)) for test in of.data.test]

@@ -1,0 +1,187 @@
+"""MiniLM equals PyTorch and a float64 forward; the domains' documents are never in both halves."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fisherjax as fj
+from experiments.pretrained import minilm, sentences
+from fisherjax import leaves
+from fisherjax._layers.loops import trace
+
+_WIDTH, _INNER, _WORDS = 24, 32, 50
+_TOKENS = np.array([[1, 7, 9, 3, 2, 0, 0], [1, 5, 4, 4, 8, 6, 2], [1, 2, 0, 0, 0, 0, 0]])
+
+_embed = jax.jit(minilm.embed)
+
+
+def _tiny(blocks=2):
+    """Return random params of a small network with the checkpoint's names and layouts."""
+    random = np.random.default_rng(0)
+    shapes = {
+        "embeddings.word_embeddings.weight": (_WORDS, _WIDTH),
+        "embeddings.position_embeddings.weight": (10, _WIDTH),
+        "embeddings.token_type_embeddings.weight": (2, _WIDTH),
+        "pooler.dense.weight": (_WIDTH, _WIDTH),
+        "pooler.dense.bias": (_WIDTH,),
+        "head.weight": (2, _WIDTH),
+        "head.bias": (2,),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for block in range(blocks):
+        name = f"encoder.layer.{block}"
+        dense = {f"attention.self.{x}": (_WIDTH, _WIDTH) for x in ("query", "key", "value")}
+        dense["attention.output.dense"] = (_WIDTH, _WIDTH)
+        dense |= {"intermediate.dense": (_INNER, _WIDTH), "output.dense": (_WIDTH, _INNER)}
+        for part, shape in dense.items():
+            shapes |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[:1]}
+        norms += [f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"]
+    shapes |= {f"{name}.{part}": (_WIDTH,) for name in norms for part in ("weight", "bias")}
+    return {n: random.normal(0, 0.3, s).astype(np.float32) for n, s in shapes.items()}
+
+
+def _forward(params, row):
+    """Embed one sentence in float64, token by token and head by head, without its padding."""
+    w = {name: x.astype(float) for name, x in params.items()}
+    erf = np.vectorize(math.erf)
+
+    def dense(name, x):
+        return w[f"{name}.weight"] @ x + w[f"{name}.bias"]
+
+    def norm(name, x):
+        x = (x - x.mean()) / np.sqrt(x.var() + 1e-12)
+        return w[f"{name}.weight"] * x + w[f"{name}.bias"]
+
+    tables = (w[f"embeddings.{x}_embeddings.weight"] for x in ("word", "position", "token_type"))
+    words, places, kinds = tables
+    row = [token for token in row if token]
+    hidden = [words[token] + places[place] + kinds[0] for place, token in enumerate(row)]
+    hidden = [norm("embeddings.LayerNorm", x) for x in hidden]
+    for block in range(sum("query.weight" in name for name in w)):
+        name = f"encoder.layer.{block}"
+        self = f"{name}.attention.self"
+        query, key, value = (
+            [np.split(dense(f"{self}.{part}", x), 12) for x in hidden]
+            for part in ("query", "key", "value")
+        )
+        after = []
+        for place, x in enumerate(hidden):
+            mixed = []
+            for head in range(12):
+                scores = [query[place][head] @ k[head] / np.sqrt(len(k[head])) for k in key]
+                shares = np.exp(scores) / np.exp(scores).sum()
+                mixed.append(sum(s * v[head] for s, v in zip(shares, value, strict=True)))
+            x = x + dense(f"{name}.attention.output.dense", np.concatenate(mixed))
+            x = norm(f"{name}.attention.output.LayerNorm", x)
+            inner = dense(f"{name}.intermediate.dense", x)
+            inner = inner * (1 + erf(inner / math.sqrt(2))) / 2
+            after.append(norm(f"{name}.output.LayerNorm", x + dense(f"{name}.output.dense", inner)))
+        hidden = after
+    mean = np.mean(hidden, axis=0)
+    return mean / np.linalg.norm(mean)
+
+
+def test_embeddings_equal_a_forward_in_float64():
+    params = _tiny()
+    expected = [_forward(params, row) for row in _TOKENS]
+    np.testing.assert_allclose(_embed(params, _TOKENS), expected, atol=1e-5)
+
+
+def test_padding_does_not_change_embeddings():
+    params = _tiny(blocks=1)
+    longer = np.pad(_TOKENS, ((0, 1), (0, 3)))  # and a row that is padding only
+    found = np.asarray(_embed(params, longer))
+    np.testing.assert_allclose(found[:3], _embed(params, _TOKENS), atol=1e-6)
+    gradient = jax.jit(jax.grad(lambda w: minilm.embed(w, longer)[3].sum()))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((found, gradient)))
+
+
+def test_kfac_covers_every_leaf_that_is_trained():
+    params = jax.tree.map(jnp.asarray, _tiny())
+    apply, own = leaves.bind_untrained(minilm.model(params), params)
+    seen = {}
+
+    def traced(own):
+        seen["found"] = trace(apply, own, _TOKENS)
+        return 0.0
+
+    jax.eval_shape(traced, own)
+    assert not seen["found"].uncovered
+    kept = {name for name, leaf in own.items() if leaf is None}
+    assert kept == {"head.weight", "head.bias", *minilm.UNUSED}
+
+
+@pytest.mark.long
+def test_embeddings_of_the_checkpoint_equal_those_of_pytorch():
+    # PyTorch 2.14's TransformerEncoderLayer with these weights in float64, on fixed tokens.
+    from experiments.pretrained import weights
+
+    try:
+        folder = weights.path("minilm/model.safetensors").parent
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    tokens = [
+        [101, 2023, 2003, 1037, 6251, 102, 0, 0],
+        [101, 1996, 3185, 2001, 6659, 1998, 2146, 102],
+        [101, 2307, 102, 0, 0, 0, 0, 0],
+    ]
+    first = [
+        [0.05048305, 0.08800595, 0.00487487, 0.03626889, -0.00101818, 0.01915376],
+        [-0.00299251, 0.05236777, -0.02124609, 0.0259817, -0.01919683, 0.01843955],
+        [-0.06252305, -0.05636615, -0.07009891, -0.00841099, 0.04087153, -0.02597845],
+    ]
+    products = [[1, 0.21192392, 0.22756172], [0.21192392, 1, 0.17159437]]
+    found = np.asarray(_embed(minilm.load(folder), np.array(tokens)))
+    np.testing.assert_allclose(found[:, :6], first, atol=1e-4)
+    np.testing.assert_allclose((found @ found.T)[:2], products, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_document_is_in_both_halves(seed):
+    random = np.random.default_rng(seed)
+    documents = random.integers(0, 40, 200) * 7
+    train, test = sentences.split(documents, tested=50, most=100, seed=seed)
+    assert not set(documents[train]) & set(documents[test])
+    assert len(np.unique([*train, *test])) == len(train) + len(test)
+    assert len(test) == 50 and 80 <= len(train) <= 100
+    again = sentences.split(documents, tested=50, most=100, seed=seed)
+    np.testing.assert_array_equal(train, again[0])
+    np.testing.assert_array_equal(test, again[1])
+    assert set(test) != set(sentences.split(documents, tested=50, most=100, seed=seed + 1)[1])
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused():
+    with pytest.raises(ValueError, match="4 test sentences take all of 2 documents, 5 sentences"):
+        sentences.split(np.array([0, 0, 0, 1, 1]), tested=4, most=9, seed=0)
+
+
+def test_labels_are_the_signs_of_ratings_that_are_not_neutral(tmp_path):
+    path = tmp_path / "amazon.tsv"
+    path.write_text("1_1\t-0.9\tbad\n1_2\t0.4\tso so\n2_1\t0.5\tgood, twice\n1_3\t3\tvery good\n")
+    found = sentences.read(path)
+    assert found.texts == ("bad", "good, twice", "very good")
+    assert found.labels.tolist() == [0, 1, 1] and found.documents.tolist() == [0, 1, 0]
+    path.write_text("1_1\t-0.9\tbad\n1_2\tgood\n")
+    with pytest.raises(ValueError, match=r"amazon\.tsv, line 2: found .*expected an id, a rating"):
+        sentences.read(path)
+
+
+def test_tokens_are_cut_and_padded_by_zeros(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "[UNK]": 3, "a": 4, "b": 5}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    made.save(str(tmp_path / "tokenizer.json"))
+    found, lengths = sentences.tokens(tmp_path / "tokenizer.json", ["a b", "b", "a a a c"], 4)
+    assert found.tolist() == [[1, 4, 5, 2], [1, 5, 2, 0], [1, 4, 4, 2]]
+    assert lengths.tolist() == [4, 3, 6]
+
+
+@pytest.mark.parametrize("domain", sentences.DOMAINS)
+def test_both_signs_are_in_every_domain(domain, shared):
+    found = sentences.read(shared / "data" / "vader" / f"{domain}.tsv")
+    assert set(found.labels) == {0, 1} and 0.3 < found.labels.mean() < 0.7
