@@ -88,8 +88,9 @@ BUILT = {  # folders whose files build on one another
     "training": ["_cohort", "_train"],
     "files": [
         *("_shown", "_paths", "_limits", "base", "_archive", "_places", "arrays", "values"),
-        *("_size_checks", "_description_checks", "_records", "uploads", "_reads", "_parts"),
-        *("_layerwise", "_packed", "merge"),
+        *("_size_checks", "_description_checks", "_checkpoints", "_records", "uploads"),
+        *("_fishers", "_compared", "_reads", "_parts", "_layerwise", "_packed", "_pieces"),
+        *("_unfinished", "_leaf_writers", "_checkpoint_merge", "merge"),
     ],
     "rounds": ["_one_round", "experiment"],
     "metrics": ["_targets", "_test_set", "_clients"],

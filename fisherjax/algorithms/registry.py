@@ -14,7 +14,7 @@ from typing import Any
 from fisherjax import fisher
 from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms._fedlpa_solvers import expectation_approximation, residual_descent
-from fisherjax.algorithms._rows import Row
+from fisherjax.algorithms._rows import Pieces, Row
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.algorithms.distillation.dense import dense
 from fisherjax.algorithms.distillation.fedov import fedov
@@ -110,10 +110,13 @@ _NO_FILES = "takes more than one message, or more than params and curvature"
 # Rows of methods whose messages files do not hold, and of those that make a model for each client.
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
 _personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
+_exchange = partial(Row, laws=("exchange", "frozen"), reads=None)
 
 # The order of rows determines colours in figures: append new rows after those of `merges`.
 METHODS: dict[str, Row] = {
-    "fedavg": Row("FedAvg", "McMahan et al., AISTATS 2017", "weights", fedavg, _LAYERWISE, {}),
+    "fedavg": Row(
+        "FedAvg", "McMahan et al., AISTATS 2017", "weights", fedavg, _LAYERWISE, {}, pieces=Pieces()
+    ),
     "fisher_merge": Row(
         "Fisher merging",
         "Matena, Raffel, NeurIPS 2022",
@@ -121,6 +124,7 @@ METHODS: dict[str, Row] = {
         fisher_merge,
         _LAYERWISE,
         {"fisher": Diagonal},
+        pieces=Pieces(floor="floor"),
     ),
     # Leaves without a Gram matrix, such as biases, become the unweighted mean over clients.
     "regmean": Row(
@@ -245,6 +249,7 @@ METHODS: dict[str, Row] = {
         ties,
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
+        pieces=Pieces(start=True, kept="density"),
     ),
     # The server moves beyond the mean, in proportion to the share of clients that participate.
     "feddyn": Row(
@@ -271,29 +276,23 @@ METHODS: dict[str, Row] = {
         weighted_fedbn,
     ),
     # Exchanges, whose labels are appended to that of a merge.
-    "analytic_head": Row(
+    "analytic_head": _exchange(
         "analytic head",
         "He et al., CVPR 2025",
         "without training, moments of the last layer's inputs and class sums",
         analytic_head,
-        ("exchange", "frozen"),
-        None,
     ),
-    "ccvr": Row(
+    "ccvr": _exchange(
         "ccvr",
         "Luo et al., NeurIPS 2021",
         "without training, moments of the last layer's inputs and class sums",
         ccvr,
-        ("exchange", "frozen"),
-        None,
     ),
-    "natural_gradient": Row(
+    "natural_gradient": _exchange(
         "natural gradient",
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
-        ("exchange", "frozen"),
-        None,
     ),
 }
 """All methods by the names that commands use. A program can add rows of its own."""

@@ -1,5 +1,6 @@
 """Read and write models, Fisher factors and uploads as files; merge uploads without the network."""
 
+from fisherjax.files._fishers import save_fisher
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
@@ -22,6 +23,7 @@ __all__ = [
     "merge_files",
     "of_client",
     "save_arrays",
+    "save_fisher",
     "save_update",
     "unflatten",
     "unseal",
