@@ -19,13 +19,12 @@ from fisherjax.files import base, uploads
 from fisherjax.files._checkpoints import (
     SHARD,
     Checkpoint,
-    in_memory,
     is_folder,
     of_file,
     open_checkpoint,
     pieces_of,
 )
-from fisherjax.files._compared import UNEQUAL, Sources, compare
+from fisherjax.files._compared import UNEQUAL, Sources, compare, in_memory
 from fisherjax.files._fishers import check_fishers, hash_of, open_fisher
 from fisherjax.files._leaf_writers import Task, kind_of, write_layers, write_pieces
 from fisherjax.files._limits import ArrayKind, Limits
@@ -49,7 +48,7 @@ class Found(NamedTuple):
 
 
 def place_of(out: Any, first: Any, start: Any) -> Path:
-    """Return the path to write: a file, or a new folder if the first checkpoint or the start is one.
+    """Return the path to write: a file, or a new folder if the first checkpoint or start is one.
 
     Raises:
         ValueError: If it is neither.
@@ -82,10 +81,10 @@ def open_sources(paths: list[Any], limits: Limits) -> tuple[list[Any], Sources]:
         fishers += [open_fisher(other, limits) for other in beside]
     # Their weights are not comparable: one has a number of examples, the other has none.
     if models and found:
-        what = "is a model" if models[0].about else "was written by another program"
+        plain = "was written by another program: its arrays have no description"
         raise ValueError(
-            f"{str(models[0].path)!r} {what}: its arrays have no description; expected an upload "
-            "of files.save_update like the others, or only checkpoints."
+            f"{str(models[0].path)!r} {'is a model' if models[0].about else plain}; expected an "
+            "upload of files.save_update like the others, or only checkpoints."
         )
     if fishers and len(fishers) != len(models):
         raise ValueError(
@@ -128,7 +127,12 @@ def _merge(out: Path, sources: Sources, task: Task) -> Found:
         check_names(repr(str(model.path)), list(model.arrays))
     needs_start = pieces is not None and pieces.start
     compared = compare(sources, task.unequal, needs_start)
-    check_fishers(sources.fishers, [model.arrays for model in models], compared.merged)
+    covered = check_fishers(sources.fishers, models, compared.merged)
+    taken = compared.taken | {
+        leaf: "averaged, as Fisher files lack it"
+        for leaf in compared.merged
+        if sources.fishers and leaf not in covered
+    }
     option = pieces and (pieces.kept or pieces.floor)
     plan = Plan(
         models=models,
@@ -136,9 +140,10 @@ def _merge(out: Path, sources: Sources, task: Task) -> Found:
         start=sources.start if needs_start else None,
         weights=task.weights,
         method=task.method,
-        pieces=pieces or Pieces("leaf"),
+        pieces=pieces or Pieces(),
         share=float(task.options[option]) if option else 0.0,
         leaves=compared.merged,
+        covered=covered,
     )
     if task.on_nonfinite == "drop" and (left_out := find_nonfinite(plan)):
         weights = np.where([str(model.path) in left_out for model in models], 0, task.weights)
@@ -172,7 +177,7 @@ def _merge(out: Path, sources: Sources, task: Task) -> Found:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
     copied_from = str(folder.path) if others else ""  # pyright: ignore
-    return Found(task.name, tuple(records), p, left_out, votes, compared.taken, copied_from)
+    return Found(task.name, tuple(records), p, left_out, votes, taken, copied_from)
 
 
 def warning_of(left_out: dict[str, str]) -> str:

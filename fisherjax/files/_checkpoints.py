@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import tree
 from fisherjax.files import base
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import _some
-from fisherjax.files.arrays import load_arrays
 
 INDEX, SHARD = ".safetensors.index.json", ".safetensors"
 PIECE = 1 << 22  # entries that are in memory at once, of each file
@@ -63,6 +61,10 @@ class Stored(NamedTuple):
         if found.size < count:
             raise ValueError(f"{str(self.path)!r} became shorter while it was read")
         return found.astype(dtype, copy=False)
+
+    def whole(self) -> np.ndarray:
+        """Read the array, in its shape."""
+        return self.read().reshape(self.kind.shape)
 
 
 class Checkpoint(NamedTuple):
@@ -153,20 +155,6 @@ def of_file(file: base.Sealed) -> Checkpoint:
     name, shards = file.path.name, {file.path.name: tuple(file.arrays)}
     metadata = {name: file.metadata}
     return Checkpoint(file.path, _stored(file), shards, metadata, "", (), file.nbytes, file.about)
-
-
-def in_memory(start: Any, limits: Limits) -> Checkpoint:
-    """Return a pytree of arrays, or a file of them that is no .safetensors, as a checkpoint."""
-    if isinstance(start, (str, bytes, os.PathLike)):
-        found = load_arrays(os.fsdecode(start), limits=limits)
-    else:
-        found = tree.by_name(tree.as_arrays(start))
-    arrays = {
-        name: Stored(ArrayKind.of(x), array=x)
-        for name, x in ((name, np.asarray(x)) for name, x in found.items())
-    }
-    name = f"model{SHARD}"
-    return Checkpoint(Path(), arrays, {name: tuple(arrays)}, {name: {}}, "", (), 0, {})
 
 
 def _stored(file: base.Sealed) -> dict[str, Stored]:

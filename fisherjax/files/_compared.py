@@ -1,12 +1,17 @@
 """Compare the arrays of checkpoints: which are merged, which are copied, and which differ."""
 
-from typing import NamedTuple
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fisherjax.files._checkpoints import Checkpoint, Stored, pieces_of
+from fisherjax import tree
+from fisherjax.files._checkpoints import SHARD, Checkpoint, Stored, pieces_of
 from fisherjax.files._fishers import Fisher
+from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import _some
+from fisherjax.files.arrays import load_arrays
 
 UNEQUAL = "raise", "start", "first", "skip"
 """What becomes of leaves whose shapes differ, or that some checkpoints lack."""
@@ -59,11 +64,9 @@ def compare(sources: Sources, unequal: str, needs_start: bool) -> Compared:
     merged, copied, taken, faults = [], {}, {}, []
     for name in sorted({name for x in (*models, start) if x is not None for name in x.arrays}):
         each = [(x.arrays.get(name), repr(str(x.path))) for x in models]
-        if start is not None:
-            each.append((start.arrays.get(name), "the start"))
         # A start may lack leaves of a method that does not read it.
-        if not needs_start and start is not None and each[-1][0] is None:
-            each = each[:-1]
+        if start is not None and (needs_start or name in start.arrays):
+            each.insert(0, (start.arrays.get(name), "the start"))
         if not (fault := _fault(name, each)):
             if each[0][0].is_float:  # pyright: ignore
                 merged.append(name)
@@ -105,5 +108,19 @@ def _fault(name: str, each: list[tuple[Stored | None, str]]) -> str:
                 )
     else:
         return ""
-    here, there = ("missing" if x is None else str(x.kind) for x in (stored, first))
-    return f"{name} is {here} in {other}, expected {there} as in {where}"
+    here = "missing" if stored is None else stored.kind
+    return f"{name} is {here} in {other}, expected {(first and first.kind) or 'none'} as in {where}"
+
+
+def in_memory(start: Any, limits: Limits) -> Checkpoint:
+    """Return a pytree of arrays, or a file of them that is no .safetensors, as a checkpoint."""
+    if isinstance(start, (str, bytes, os.PathLike)):
+        found = load_arrays(os.fsdecode(start), limits=limits)
+    else:
+        found = tree.by_name(tree.as_arrays(start))
+    arrays = {
+        name: Stored(ArrayKind.of(x), array=x)
+        for name, x in ((name, np.asarray(x)) for name, x in found.items())
+    }
+    name = f"model{SHARD}"
+    return Checkpoint(Path(), arrays, {name: tuple(arrays)}, {name: {}}, "", (), 0, {})

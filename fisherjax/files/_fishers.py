@@ -17,7 +17,7 @@ import numpy as np
 
 from fisherjax import algorithms, tree
 from fisherjax.files import base
-from fisherjax.files._checkpoints import Stored, of_file
+from fisherjax.files._checkpoints import Checkpoint, Stored, of_file
 from fisherjax.files._description_checks import check_values
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits
 from fisherjax.files._paths import checked_path
@@ -25,7 +25,7 @@ from fisherjax.files._places import _some
 from fisherjax.files._shown import shown_errors
 from fisherjax.files._size_checks import check_sizes, is_shape
 from fisherjax.files.values import check_single, decode, encode, flat
-from fisherjax.fisher import Operator
+from fisherjax.fisher import Diagonal, Kronecker, Operator
 
 FISHERS = {"fisher": Operator, "grams": dict}
 """Types of what a Fisher file can hold, by the names that methods read."""
@@ -53,7 +53,12 @@ class Fisher(NamedTuple):
 
 @shown_errors()
 def save_fisher(
-    path: str | os.PathLike, fisher: Any, *, params: Any, limits: Limits = LIMITS
+    path: str | os.PathLike,
+    fisher: Any,
+    *,
+    params: Any,
+    source: str = "",
+    limits: Limits = LIMITS,
 ) -> None:
     """Write the Fisher information of a checkpoint to a file, which any merge can use.
 
@@ -62,7 +67,9 @@ def save_fisher(
         fisher: An operator, as of `fisher.diagonal` or `fisher.kfac`, or the Gram matrices of
             layer inputs by name, which `merging.summarize` of RegMean returns as "grams".
         params: The params at which it was computed, with the names of the checkpoint's arrays, such
-            as `load_arrays` returns. A merge refuses other params.
+            as `load_arrays` returns. A merge refuses other params, and averages leaves that are not
+            among them.
+        source: How it was computed, which `python -m fisherjax inspect` prints (default "").
         limits: Limits for the header and the names, by which the file will be read.
 
     Raises:
@@ -93,7 +100,7 @@ def save_fisher(
     arrays: dict[str, Any] = {}
     spec = encode(values, "", arrays)
     about = {
-        **{"what": "fisher", "values": spec},
+        **{"what": "fisher", "source": str(source), "values": spec},
         "leaves": {name: list(leaf.shape) for name, leaf in leaves.items()},
         "hashes": {name: hash_of(leaf) for name, leaf in leaves.items()},
     }
@@ -191,30 +198,50 @@ def check_hash(fisher: Fisher, path: Path, leaf: str, found: str) -> None:
         )
 
 
-def check_fishers(
-    fishers: list[Fisher], arrays: list[dict[str, Stored]], merged: list[str]
-) -> None:
-    """Check that each Fisher is of the checkpoint beside it, by names and shapes.
+def check_fishers(fishers: list[Fisher], models: list[Checkpoint], merged: list[str]) -> list[str]:
+    """Check that each Fisher is of the checkpoint beside it; return the leaves that they cover.
 
     Raises:
         ValueError: If a Fisher is of another network, or Fishers differ in structure.
     """
-    for fisher, own in zip(fishers, arrays, strict=False):
+    for fisher, model in zip(fishers, models, strict=False):
+        own = {name: stored.kind.shape for name, stored in model.arrays.items()}
         faults = [
-            f"{name} has shape {list(own[name].kind.shape)} in the checkpoint and "
-            f"{list(fisher.leaves[name]) if name in fisher.leaves else 'none'} there"
-            for name in merged
-            if own[name].kind.shape != fisher.leaves.get(name)
+            f"{name} has shape {list(shape)} there and {list(own.get(name, ['no array']))} in "
+            f"{str(model.path)!r}"
+            for name, shape in fisher.leaves.items()
+            if own.get(name) != shape
         ]
         if faults:
             raise ValueError(
                 f"{str(fisher.path)!r} is a Fisher of another network: {_some(faults, '; ')}. "
                 "Compute it at the params of the checkpoint, with the names of its arrays."
             )
-        first = fishers[0]
-        kinds = [{x: y.kind for x, y in each.arrays.items()} for each in (fisher, first)]
-        if fisher.values != first.values or kinds[0] != kinds[1]:
+    covered = [name for name in merged if fishers and name in fishers[0].leaves]
+    for fisher in fishers:
+        lacking = [name for name in merged if (name in fisher.leaves) != (name in covered)]
+        both = [_described(x, covered) for x in (fisher, fishers[0]) if not lacking]
+        if lacking or both[0] != both[1] or not covered:
             raise ValueError(
-                f"{str(fisher.path)!r} describes its layers differently than {str(first.path)!r}; "
-                "expected Fishers of one kind, of one network"
+                f"{str(fisher.path)!r} describes its layers differently than "
+                f"{str(fishers[0].path)!r}; expected Fishers of one kind, of one network"
             )
+    return covered
+
+
+def restricted(fisher: Fisher, leaves: list[str]) -> dict[str, Any]:
+    """Return the values of a Fisher file for some leaves."""
+    [(word, value)] = fisher.values.items()
+    if isinstance(value, Diagonal):
+        return {word: Diagonal({name: value.entries[name] for name in leaves})}
+    if isinstance(value, Kronecker):
+        return {word: value.select(leaves)}
+    if isinstance(value, dict):
+        return {word: {x: y for x, y in value.items() if x.removesuffix("^T") in leaves}}
+    # A full matrix couples all leaves.
+    return fisher.values
+
+
+def _described(fisher: Fisher, leaves: list[str]) -> Any:
+    values = restricted(fisher, leaves)
+    return values, [fisher.arrays[name].kind for name in jax.tree.leaves(values)]

@@ -13,10 +13,16 @@ from fisherjax.clients import shares
 from fisherjax.files import _layerwise
 from fisherjax.files._checkpoints import Checkpoint, Stored
 from fisherjax.files._compared import Compared
-from fisherjax.files._fishers import Fisher, check_hash, hash_of
+from fisherjax.files._fishers import Fisher, check_hash, hash_of, restricted
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._parts import split
-from fisherjax.files._pieces import Plan, mean_of, merged_pieces, smallest_kept
+from fisherjax.files._pieces import (
+    Plan,
+    mean_curvatures,
+    mean_of,
+    merged_pieces,
+    smallest_kept,
+)
 from fisherjax.files._records import Record
 from fisherjax.files._unfinished import Output
 from fisherjax.files.arrays import _cast
@@ -61,16 +67,22 @@ def write_pieces(
     """Merge leaf by leaf, in pieces."""
     if plan.pieces.kept and "smallest" not in output.notes:
         output.note("smallest", smallest_kept(plan, task.progress))
-    # The mean of plain checkpoints keeps 64 bits, whatever JAX's mode.
-    average = mean_of if task.name == records[0].algorithm else None
-    votes |= dict.fromkeys(plan.leaves, shares(plan.weights))
+    p = shares(plan.weights)
+    # The mean of checkpoints keeps 64 bits, whatever JAX's mode.
+    is_mean = task.name == records[0].algorithm
     for number, leaf in enumerate(plan.leaves):
         if task.progress is not None:
             task.progress(leaf, number, len(plan.leaves))
+        facts, votes[leaf] = output.notes.get("smallest"), p
+        is_averaged = is_mean or bool(plan.fishers and leaf not in plan.covered)
+        how = plan._replace(fishers=[]) if is_averaged else plan
+        if how.fishers:
+            facts = mean_curvatures(how, leaf)
+            votes[leaf] = shares(p * facts) if facts.any() else p
         if leaf in output.done:
             continue
         dtype = jnp.dtype(kind_of(compared, records, leaf).dtype)
-        for piece in merged_pieces(plan, leaf, output.notes.get("smallest", []), average):
+        for piece in merged_pieces(how, leaf, facts, mean_of if is_averaged else None):
             output.put(leaf, _cast(leaf, piece, dtype))
         output.finish(leaf)
 
@@ -84,12 +96,12 @@ def write_layers(
     votes: dict[str, np.ndarray],
 ) -> None:
     """Merge layer by layer, with the curvature of Fisher files."""
-    values = {"params": {leaf: f"params/{leaf}" for leaf in plan.leaves}}
-    parts = split(values | plan.fishers[0].values)
+    values = {"params": {leaf: f"params/{leaf}" for leaf in plan.covered}}
+    parts = split(values | restricted(plan.fishers[0], plan.covered))
     curvature = {name: stored.kind for name, stored in plan.fishers[0].arrays.items()}
     records = [
         record._replace(
-            arrays={f"params/{x}": _wide(model.arrays[x]) for x in plan.leaves} | curvature,
+            arrays={f"params/{x}": _wide(model.arrays[x]) for x in plan.covered} | curvature,
             reader=partial(_whole, model, fisher),
         )
         for record, model, fisher in zip(records, plan.models, plan.fishers, strict=True)
@@ -116,6 +128,8 @@ def write_layers(
             dtype = jnp.dtype(kind_of(compared, records, leaf).dtype)
             output.put(leaf, _cast(leaf, array, dtype))
             output.finish(leaf)
+    others = [leaf for leaf in plan.leaves if leaf not in plan.covered]
+    write_pieces(plan._replace(leaves=others), task, compared, records, output, votes)
 
 
 def _whole(model: Checkpoint, fisher: Fisher, name: str) -> np.ndarray:
@@ -125,7 +139,7 @@ def _whole(model: Checkpoint, fisher: Fisher, name: str) -> np.ndarray:
     stored, path = (
         (model.arrays[leaf], model.path) if is_leaf else (fisher.arrays[name], fisher.path)
     )
-    array = stored.read().reshape(stored.kind.shape)
+    array = stored.whole()
     if is_leaf:
         check_hash(fisher, path, leaf, hash_of(array))
         array = array.astype(_wide(stored).dtype)

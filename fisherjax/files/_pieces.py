@@ -43,6 +43,7 @@ class Plan(NamedTuple):
         pieces: How its row says that pieces are merged.
         share: Share of entries that are kept, or least curvature, as an option says; 0 otherwise.
         leaves: Names of the leaves that are merged.
+        covered: Names of those that Fisher files have; the others are averaged.
     """
 
     models: list[Checkpoint]
@@ -53,6 +54,7 @@ class Plan(NamedTuple):
     pieces: Pieces
     share: float
     leaves: list[str]
+    covered: list[str]
 
 
 class Read(NamedTuple):
@@ -70,14 +72,15 @@ class Read(NamedTuple):
 
 
 def merged_pieces(
-    plan: Plan, leaf: str, smallest: list[float], average: Callable | None
+    plan: Plan, leaf: str, facts: Any, average: Callable | None
 ) -> Iterator[np.ndarray]:
     """Merge a leaf; yield its entries, piece by piece in C order.
 
     Args:
         plan: What is merged.
         leaf: Name of the leaf.
-        smallest: Smallest magnitude that is kept of each model, of methods that trim.
+        facts: For each model the smallest magnitude that is kept, or the mean of its Fisher over
+            the leaf; None if the method needs neither.
         average: Function (models, shares) -> entries that merges instead of the method; None for
             the method.
 
@@ -85,7 +88,6 @@ def merged_pieces(
         ValueError: If a number is not finite, or a model is not the one of its Fisher file.
     """
     p = shares(plan.weights)
-    mean = _mean_curvature(plan, leaf) if plan.fishers else 0.0
     digests = [hashlib.sha256() for _ in plan.fishers]
     shape = plan.models[0].arrays[leaf].kind.shape
     for read in _ahead(_read(plan, leaf)):
@@ -98,13 +100,14 @@ def merged_pieces(
         padded = size if plan.pieces.unit == "leaf" else next(n for n in _SIZES if n >= size)
         models, *others = (_stacked(x, padded) for x in (read.models, read.fishers) if x)
         if plan.fishers:
+            mean = np.float32(p @ facts)
             merged = _weighted(models, others[0], p.astype(np.float32), mean, plan.share)
         else:
             start = np.zeros(padded) if read.start is None else read.start
             start = _stacked([start], padded)[0]
             if plan.pieces.unit == "leaf":
                 models, start = models.reshape(-1, *shape), start.reshape(shape)
-            local = np.asarray(smallest, models.dtype) if smallest else ()
+            local = () if facts is None else np.asarray(facts, models.dtype)
             values = _sent(plan.method, models, start, local)
             update = Update(values, plan.method.kind)
             merged = merging.merge(plan.method, {"": start}, update, plan.weights)[0][""]
@@ -239,14 +242,14 @@ def _piece(
     return found
 
 
-def _mean_curvature(plan: Plan, leaf: str) -> np.float32:
-    """Compute the mean over a leaf of sum_i p_i F_i."""
-    total, size = 0.0, plan.models[0].arrays[leaf].size
-    p = shares(plan.weights)
-    for fisher, share in zip(plan.fishers, p, strict=True):
-        for piece in _ahead(pieces_of(_entries(fisher, leaf))) if share > 0 else ():
-            total += share * float(piece.astype(np.float32).sum(dtype=np.float64))
-    return np.float32(total / max(size, 1))
+def mean_curvatures(plan: Plan, leaf: str) -> np.ndarray:
+    """Compute the mean over a leaf of each Fisher, zero for a model without weight."""
+    means = np.zeros(len(plan.fishers))
+    for place, (fisher, weight) in enumerate(zip(plan.fishers, plan.weights, strict=True)):
+        stored = _entries(fisher, leaf)
+        for piece in _ahead(pieces_of(stored)) if weight > 0 else ():
+            means[place] += piece.astype(np.float32).sum(dtype=np.float64) / stored.size
+    return means
 
 
 def _entries(fisher: Fisher, leaf: str) -> Stored:
