@@ -100,11 +100,11 @@ FAULTS = {
     ),
     "another array": (
         lambda paths: other(paths, "new", np.ones(1, "float32")),
-        r"new is float32\[1\] in .*b/model.*, expected missing as in .*a/model",
+        r"new is float32\[1\] in .*b/model.*, expected none as in .*a/model",
     ),
     "another counter": (
         lambda paths: other(paths, "new", np.ones(1, "int32")),
-        r"new is int32\[1\] in .*b/model.*, expected missing as in .*a/model",
+        r"new is int32\[1\] in .*b/model.*, expected none as in .*a/model",
     ),
     "not finite": (
         lambda paths: other(paths, "fc.weight", np.full((3, 2), np.nan, "float32")),

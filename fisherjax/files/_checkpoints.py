@@ -18,7 +18,8 @@ from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import _some
 
 INDEX, SHARD = ".safetensors.index.json", ".safetensors"
-PIECE = 1 << 22  # entries that are in memory at once, of each file
+# Entries of each file that are in memory at once: few enough for the caches of a processor.
+PIECE = 1 << 18
 # Files with weights that are not those that a merge reads.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
 

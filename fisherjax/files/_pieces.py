@@ -25,9 +25,9 @@ from fisherjax.files._fishers import Fisher, check_hash
 from fisherjax.training import Trained
 from fisherjax.typing import Array
 
-_ENTRIES = 1 << 23  # of a piece of all models
+_ENTRIES = 1 << 22  # of a piece of all models
 # Of pieces, which are padded to one of them; the last is PIECE.
-_SIZES = [PIECE >> bits for bits in (10, 8, 6, 4, 2, 0)]
+_SIZES = [PIECE >> bits for bits in (6, 4, 2, 0)]
 _HALF = 1 << 16
 
 
@@ -208,7 +208,11 @@ def _read(plan: Plan, leaf: str) -> Iterator[Read]:
     """Read a leaf piece by piece; raise if a number is not finite."""
     size = plan.models[0].arrays[leaf].size
     step = min(_SIZES[-1], _ENTRIES // len(plan.models))
-    step = size if plan.pieces.unit == "leaf" else max(n for n in _SIZES if n <= step)
+    step = (
+        size
+        if plan.pieces.unit == "leaf"
+        else max((n for n in _SIZES if n <= step), default=_SIZES[0])
+    )
     begin = None if plan.start is None else plan.start.arrays[leaf]
     for first in range(0, size, max(step, 1)):
         where = first, min(step, size - first)
