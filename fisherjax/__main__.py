@@ -1,4 +1,7 @@
-"""Merge uploads, inspect files, check this machine: `python -m fisherjax merge|inspect|check`."""
+"""Merge uploads and checkpoints, inspect files, compute Fisher files, check this machine.
+
+`python -m fisherjax merge|inspect|fisher|check`.
+"""
 
 import argparse
 import ast
@@ -16,7 +19,8 @@ import jaxlib
 from fisherjax import devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
-from fisherjax.files import _description_checks, base
+from fisherjax.files import _description_checks, _fishers, base
+from fisherjax.files._imported import save_imported
 from fisherjax.files._shown import shown, shown_errors
 
 
@@ -52,30 +56,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m fisherjax", description=(__doc__ or "").split(":")[0] + "."
+        "python -m fisherjax", description=(__doc__ or "").split("\n")[0]
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    merge = commands.add_parser("merge", help="merge uploads, or plain checkpoints, to one model")
+    merge = commands.add_parser("merge", help="merge uploads, or checkpoints, to one model")
     merge.set_defaults(command=_merge)
-    merge.add_argument("out", help="the file to write, .safetensors")
-    about = "files that files.save_update wrote, one per client; or plain checkpoints, .safetensors"
+    about = "the file to write, .safetensors; or a new folder, if the start or the first one is one"
+    merge.add_argument("out", help=about)
+    about = (
+        "files that files.save_update wrote, one per client; or checkpoints, each a .safetensors "
+    )
+    about += "file or a folder of shards with their index"
     merge.add_argument("uploads", nargs="+", help=about)
-    about = "default: that for which the uploads were made; fedavg for plain checkpoints"
+    about = (
+        "default: that for which the uploads were made; of checkpoints fedavg, or the first one "
+    )
+    about += "that reads their Fisher files"
     merge.add_argument("--algorithm", help=about)
+    about = "Fisher files of the checkpoints, in their order (see the command fisher)"
+    merge.add_argument("--fisher", nargs="+", metavar="FILE", help=about)
     merge.add_argument("--damping", type=float, help="default: that of the algorithm")
     option = {"type": _option, "action": "append", "default": [], "dest": "options"}
     about = "another option of the algorithm, such as shrink=0.5; may be repeated"
     merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
-    about = "one per file; default: numbers of examples, and equal weights of plain checkpoints"
+    about = "one per file; default: numbers of examples, and equal weights of checkpoints"
     merge.add_argument("--weights", type=float, nargs="+", help=about)
-    about = "file of the arrays from which clients started; needed for uploads of differences, and "
-    about += "for frozen leaves, which are copied from it and missing in the merged file without it"
+    about = "file, or folder, of the arrays from which clients started; needed for uploads of "
+    about += "differences, for methods that merge changes of checkpoints, and for frozen leaves, "
+    about += "which are copied from it and missing in the merged file without it"
     merge.add_argument("--start", help=about)
+    about = "copy leaves that not all checkpoints have alike from the start or from the first one, "
+    about += "or leave them out (default: an error with their list)"
+    choices = ("raise", "start", "first", "skip")
+    merge.add_argument("--unequal", choices=choices, default="raise", help=about)
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
     about = f"largest sizes of a file (default {known}); may be repeated"
     merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
+    fisher = commands.add_parser("fisher", help="compute the Fisher file of a checkpoint")
+    fisher.set_defaults(command=_fisher)
+    fisher.add_argument("out", help="the file to write, .safetensors")
+    fisher.add_argument("checkpoint", help="a .safetensors file, or a folder of shards")
+    about = (
+        "a Python file, and a function in it that returns the fj.Model, whose params are a dict "
+    )
+    about += "by the names of the checkpoint's arrays, and the data, a pair of inputs and targets"
+    place = {"metavar": "FILE.py:FUNCTION", "dest": "source"}
+    fisher.add_argument("--import", required=True, **place, help=about)
+    about = "the algorithm that is to read it, such as fedfisher_kfac or regmean"
+    fisher.add_argument(
+        "--algorithm", default="fisher_merge", help=f"{about} (default %(default)s)"
+    )
+    about = "an option of the algorithm, such as max_examples=500; may be repeated"
+    fisher.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
+    fisher.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     inspect = commands.add_parser("inspect", help="check a file and print its content")
     inspect.set_defaults(command=_inspect)
     inspect.add_argument("file")
@@ -106,13 +141,21 @@ def _limits(options: list[tuple[str, Any]]) -> files.Limits:
 
 
 def _merge(
-    out: str, uploads: list[str], damping: float | None, options: list[tuple[str, Any]], **how: Any
+    out: str,
+    uploads: list[str],
+    fisher: list[str] | None,
+    damping: float | None,
+    options: list[tuple[str, Any]],
+    **how: Any,
 ) -> None:
     how["limits"] = _limits(how["limits"])
     _check_out(out, how["limits"])
     given: dict[str, Any] = dict(options) | ({} if damping is None else {"damping": damping})
+    if fisher is not None and len(fisher) != len(uploads):
+        raise ValueError(f"--fisher has {len(fisher)} files for {len(uploads)} checkpoints")
+    paths = uploads if fisher is None else list(zip(uploads, fisher, strict=True))
     progress = _progress if sys.stderr.isatty() else None
-    merged = files.merge_files(out, uploads, progress=progress, **how, **given)
+    merged = files.merge_files(out, paths, progress=progress, **how, **given)
     clients = (
         (x.client, _examples(x), f"{share:.3f}", str(x.nbytes), _finite(x.client, merged))
         for x, share in zip(merged.records, merged.shares, strict=True)
@@ -122,16 +165,30 @@ def _merge(
         print(shown(f"{client} is left out: {leaf} is not finite"))
     print()
     first, number = merged.records[0], len(merged.records)
-    if all(record.is_plain for record in merged.records):
-        how_weighed = "equal weights" if how["weights"] is None else "the weights of --weights"
-        print(shown(f"The mean of {number} plain checkpoints, with {how_weighed}, is in {out}"))
-    else:
+    if merged.taken:
+        _table(("leaf", "what was done"), merged.taken.items())
+        print()
+    if not first.is_plain or fisher:
         votes = ((name, *(f"{v:.3f}" for v in vote)) for name, vote in merged.votes.items())
         _table(("vote", *(record.client for record in merged.records)), votes)
         print()
+    if first.is_plain:
+        how_weighed = "equal weights" if how["weights"] is None else "the weights of --weights"
+        is_mean = merged.algorithm == first.algorithm
+        method = "The mean" if is_mean else merged.algorithm
+        print(shown(f"{method} of {number} plain checkpoints, with {how_weighed}, is in {out}"))
+    else:
         print(shown(f"{merged.algorithm} of {number} clients is in {out}"))
+    if merged.copied_from:
+        print(shown(f"Its other files are those of {merged.copied_from}."))
     if first.frozen and how["start"] is None:
         print(shown(_about_frozen(first)))
+
+
+def _fisher(out: str, checkpoint: str, source: str, algorithm: str, **how: Any) -> None:
+    how["options"] = dict(how["options"])
+    params = save_imported(out, checkpoint, source, algorithm, **how)
+    print(shown(f"The Fisher of {tree.count(params, 'parameter')} of {checkpoint} is in {out}"))
 
 
 def _check_out(out: str, limits: files.Limits) -> None:
@@ -174,8 +231,10 @@ def _inspect(file: str, limits: list[tuple[str, Any]]) -> None:
         _description_checks.check(sealed, _limits(limits))
     elif about["what"] == "model":
         _description_checks.check_model(sealed)
+    elif about["what"] == "fisher":
+        _fishers.open_fisher(file, _limits(limits))
     # Statistics are printed among the arrays.
-    for hidden in ("values", _description_checks.STATISTICS):
+    for hidden in ("values", _description_checks.STATISTICS, "leaves", "hashes"):
         about.pop(hidden, None)
     clients = about.pop("clients", {})
     about["bytes"] = sealed.nbytes

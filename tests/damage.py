@@ -87,6 +87,14 @@ def json_of(tree: Any, source: random.Random) -> None:
             owner[key] = str(value)
 
 
+def json_text_of(content: bytes, source: random.Random) -> bytes:
+    """Change values of a file of JSON."""
+    tree = json.loads(content)
+    for _ in range(source.choice((1, 1, 1, 2, 3))):
+        json_of(tree, source)
+    return text_of(tree).encode("utf-8", "surrogatepass")
+
+
 def text_of(tree: Any) -> str:
     """Write JSON, where "DEEP 90" stands for 90 lists in one another."""
     text = json.dumps(tree, separators=(",", ":"))

@@ -314,6 +314,50 @@ def test_what_can_be_read_merges_to_finite_numbers_or_is_refused(folder, kind, n
     assert {x.name for x in folder.iterdir()} <= kept | {"sound.safetensors", "again.safetensors"}
 
 
+@pytest.mark.parametrize(("method", "number"), cases(METHODS[1:-1]))
+def test_a_fisher_file_that_somebody_sealed_again_is_consistent_or_refused(folder, method, number):
+    """What is read merges to finite numbers beside its checkpoint, or is refused by name."""
+    values = values_of(method, np.random.RandomState(0))
+    params = values.pop("params")
+    path, model = folder / "damaged.safetensors", folder / "ann.safetensors"
+    files.save_fisher(path, *values.values(), params=params)
+    save_file(params, model)
+    content, out = path.read_bytes(), folder / "merged.safetensors"
+    assert files.merge_files(out, [(model, path)]).algorithm in METHODS
+    for seed in range(number):
+        path.write_bytes(damage.sealed_of(content, random.Random(seed)))
+        found, said = judged(lambda own: files._fishers.open_fisher(own, files.Limits()), path)
+        assert bool(judged(inspected, path)[1]) == bool(said), (seed, said)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Blocks ")
+            act = functools.partial(judged, path=path, bounded=False)
+            refused = act(lambda own: files.merge_files(out, [(model, own)]))[1]
+        # What cannot be opened cannot be merged.
+        assert refused or found is not None
+        if refused:
+            continue
+        merged = files.load_arrays(out)
+        assert {x: merged[x].shape for x in params} == {x: y.shape for x, y in params.items()}
+        assert all(np.isfinite(x).all() for x in merged.values()), seed
+
+
+@pytest.mark.parametrize("number", [50, pytest.param(MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("change", [damage.bytes_of, damage.json_text_of])
+def test_an_index_is_read_as_it_was_written_or_refused(tmp_path, change, number):
+    """Whatever it names, no array is taken from another file than the one that holds it."""
+    arrays, places = dict(PLAIN), {}
+    for place, name in enumerate(arrays):
+        places[name] = f"model-{place % 2}.safetensors"
+    for shard in sorted(set(places.values())):
+        save_file({x: y for x, y in arrays.items() if places[x] == shard}, tmp_path / shard)
+    path = tmp_path / "model.safetensors.index.json"
+    content = json.dumps({"metadata": {"total_size": 100}, "weight_map": places}).encode()
+    for seed in range(number):
+        path.write_bytes(change(content, random.Random(seed)))
+        found, said = judged(files.load_arrays, path)
+        assert said or same(dict(sorted(found.items())), dict(sorted(arrays.items()))), seed
+
+
 LAYER_AT = "dict/fisher/static/layers/0/Layer"
 WIRING_AT = "dict/wiring/static"
 REMOVED = object()

@@ -71,9 +71,9 @@ def test_plain_checkpoints_keep_their_dtypes(tmp_path, dtype):
 @pytest.mark.parametrize("other", [np.zeros(3, "int32"), np.zeros(2, "int64"), np.zeros(2, bool)])
 def test_arrays_that_are_not_of_floats_are_compared_too(tmp_path, other):
     first = {"w": np.ones(2), "n": np.zeros(2, "int32")}
-    with pytest.raises(ValueError, match=r"1\.safe.* than .*0\.safe.*n is .*, expected int32\[2\]"):
+    with pytest.raises(ValueError, match=r"n is .*1\.safe.*, expected int32\[2\] as in .*0\.s"):
         merged(tmp_path, first, first | {"n": other})
-    with pytest.raises(ValueError, match=r"0\.safe.* than the start.*n is int32\[2\], expected "):
+    with pytest.raises(ValueError, match=r"n is int32\[2\] in .*0\.s.*, expected .* as in the st"):
         merged(tmp_path, first, first, start=first | {"n": other})
     assert merged(tmp_path, first, first, start=first).keys() == first.keys()
 

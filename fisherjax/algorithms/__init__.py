@@ -13,7 +13,7 @@ from fisherjax.algorithms._lookup import (
     personal,
     required,
 )
-from fisherjax.algorithms._rows import LAWS, Row
+from fisherjax.algorithms._rows import LAWS, Pieces, Row
 from fisherjax.algorithms.base import Algorithm, Link, Update, WeightedSum
 from fisherjax.algorithms.distillation._open_set import open_set
 from fisherjax.algorithms.distillation.dense import DenseReport
@@ -45,6 +45,7 @@ __all__ = [
     "NaturalGradientReport",
     "OTFusionReport",
     "PFNMReport",
+    "Pieces",
     "Row",
     "Stages",
     "StudentReport",

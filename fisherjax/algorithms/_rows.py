@@ -22,6 +22,26 @@ LAWS = {
 """The laws that a method may obey, by name; `Row.laws` lists those that hold."""
 
 
+class Pieces(NamedTuple):
+    """How plain checkpoints are merged a piece at a time, so that leaves need not fit into memory.
+
+    The method's `summarize` then receives a piece of a model and of the start, and no examples.
+
+    Attributes:
+        unit: The smallest piece: an "entry", or a "leaf" in its shape, such as a matrix.
+        start: Whether the method reads the model that clients started from.
+        kept: Option with the share of a model's entries that `summarize` keeps; it receives the
+            smallest magnitude of those as `local`.
+        floor: Option with the least curvature, in units of the leaf's mean, of a method that is a
+            mean weighted by diagonal Fishers.
+    """
+
+    unit: Literal["entry", "leaf"] = "entry"
+    start: bool = False
+    kept: str | None = None
+    floor: str | None = None
+
+
 class Row(NamedTuple):
     """A method, as the registry lists it.
 
@@ -37,6 +57,8 @@ class Row(NamedTuple):
             method has no uploads.
         gives: What a merge returns: one model of the clients' shapes, one of more units, a model
             for each client, or all models stacked, for a vote.
+        pieces: How `files.merge_files` merges plain checkpoints, whose updates need no data; None
+            if the method reads curvature of whole layers, or cannot merge checkpoints.
 
     Example:
         >>> from fisherjax.algorithms import METHODS, fedavg, make
@@ -53,3 +75,4 @@ class Row(NamedTuple):
     laws: tuple[str, ...] = ()
     reads: Mapping[str, type] | str | None = "does not say in its row what it reads of uploads"
     gives: Literal["model", "wider model", "model per client", "votes"] = "model"
+    pieces: Pieces | None = None

@@ -12,7 +12,7 @@ from functools import partial
 from fisherjax import fisher
 from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms._fedlpa_solvers import expectation_approximation, residual_descent
-from fisherjax.algorithms._rows import Row
+from fisherjax.algorithms._rows import Pieces, Row
 from fisherjax.algorithms.dare import dare
 from fisherjax.algorithms.distillation.dense import dense
 from fisherjax.algorithms.distillation.fedov import fedov
@@ -103,7 +103,9 @@ _personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
 
 # The order of rows determines colours in figures: append new rows after those of `merges`.
 METHODS: dict[str, Row] = {
-    "fedavg": Row("FedAvg", "McMahan et al., AISTATS 2017", "weights", fedavg, _LAYERWISE, {}),
+    "fedavg": Row(
+        "FedAvg", "McMahan et al., AISTATS 2017", "weights", fedavg, _LAYERWISE, {}, pieces=Pieces()
+    ),
     "fisher_merge": Row(
         "Fisher merging",
         "Matena, Raffel, NeurIPS 2022",
@@ -111,6 +113,7 @@ METHODS: dict[str, Row] = {
         fisher_merge,
         _LAYERWISE,
         {"fisher": Diagonal},
+        pieces=Pieces(floor="floor"),
     ),
     # Leaves without a Gram matrix become the unweighted mean over clients.
     "regmean": _regmean(
@@ -233,6 +236,7 @@ METHODS: dict[str, Row] = {
         ties,
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
+        pieces=Pieces(start=True, kept="density"),
     ),
     # The server moves beyond the mean, in proportion to the share of clients that participate.
     "feddyn": Row(

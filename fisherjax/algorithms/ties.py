@@ -81,7 +81,9 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         del key, examples
         change = change_of(trained, "TIES trims the changes of clients")
-        return {"change": _trimmed(density, change)}, local
+        # Files have a piece of the model at a time, and know its smallest magnitude already.
+        smallest = _smallest(density, change) if isinstance(local, tuple) else local
+        return {"change": _trimmed(change, smallest)}, local
 
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Direction]:
         def direction(part: Any) -> Direction:
@@ -102,15 +104,21 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
     return Algorithm(summarize, aggregate, reduce, kind="trimmed changes", link=link)
 
 
-def _trimmed(density: float, change: Params) -> Params:
-    """Set all entries to zero except the largest over all leaves."""
+def _smallest(density: float, change: Params) -> Array:
+    """Return the smallest of the magnitudes that are kept, over all leaves."""
     size = sum(leaf.size for leaf in jax.tree.leaves(change))
     kept = max(1, round(density * size))
     wide = jnp.result_type(jnp.float32, *jax.tree.leaves(change))
     magnitudes = [jnp.abs(leaf).astype(wide).ravel() for leaf in jax.tree.leaves(change)]
-    smallest = jnp.sort(jnp.concatenate(magnitudes))[size - kept]
+    return jnp.sort(jnp.concatenate(magnitudes))[size - kept]
+
+
+def _trimmed(change: Params, smallest: Array) -> Params:
+    """Set all entries to zero except those that are as large as the smallest one to keep."""
     # Not `>=`: an entry that is NaN must not be trimmed, so that the server sees it.
-    return jax.tree.map(lambda x: jnp.where(jnp.abs(x).astype(wide) < smallest, 0, x), change)
+    return jax.tree.map(
+        lambda x: jnp.where(jnp.abs(x).astype(smallest.dtype) < smallest, 0, x), change
+    )
 
 
 def _elected(

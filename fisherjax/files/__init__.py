@@ -1,5 +1,6 @@
 """Read and write models, Fisher factors and uploads as files; merge uploads without the network."""
 
+from fisherjax.files._fishers import save_fisher
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
 from fisherjax.files.adapter_merge import AdapterMerge, merge_adapters
@@ -29,6 +30,7 @@ __all__ = [
     "of_client",
     "save_adapter",
     "save_arrays",
+    "save_fisher",
     "save_update",
     "unflatten",
     "unseal",

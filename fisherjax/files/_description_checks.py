@@ -76,7 +76,7 @@ def check_described(file: Sealed, limits: Limits) -> None:
             f"the header of {where} has examples {reprlib.repr(about.get('examples'))}; expected a "
             "finite non-negative number"
         ) from error
-    _check_values(file, about.get("values"), "", limits, 1)
+    check_values(file, about.get("values"), "", limits, 1)
     for what in (STATISTICS, FROZEN):
         names = about.get(what, [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -115,15 +115,15 @@ def _check_untrained(file: Sealed, sizes: Mapping[str, ArrayKind]) -> None:
 
 
 def _refuse(file: Sealed, reason: str) -> NoReturn:
-    client = file.about["client"]
+    of_client = f" of client {file.about['client']!r}" if "client" in file.about else ""
     raise ValueError(
-        f"the header of {str(file.path)!r} of client {client!r} has a description that this "
-        f"version cannot read "
+        f"the header of {str(file.path)!r}{of_client} has a description that this version "
+        f"cannot read "
         f"({reason}): update fisherjax, or ask the sender to send the file again"
     )
 
 
-def _check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int) -> None:
+def check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int) -> None:
     """Check that a description is one of values, down to the limit of nesting."""
     limits.check(file.path, "nesting", depth)
     if spec == "array":
@@ -143,7 +143,7 @@ def _check_values(file: Sealed, spec: Any, name: str, limits: Limits, depth: int
     if not isinstance(children, dict):
         _refuse(file, f"'{name}' holds {reprlib.repr(children)}; expected values by name")
     for key, child in children.items():
-        _check_values(file, child, joined(name, key), limits, depth + 1)
+        check_values(file, child, joined(name, key), limits, depth + 1)
 
 
 def _check_fields(file: Sealed, spec: dict, name: str, limits: Limits, depth: int) -> None:

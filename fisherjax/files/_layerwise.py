@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import merging
@@ -83,33 +82,6 @@ def layer_by_layer(
             for x, strength in strengths.items()
         }
         yield {leaf or "array": np.asarray(array) for leaf, array in merged.items()}
-
-
-def plain_means(
-    cohort: Cohort,
-    arrays: dict[str, str],
-    progress: Callable[[str, int, int], None] | None,
-    votes: dict[str, np.ndarray],
-) -> Iterator[dict[str, np.ndarray]]:
-    """Average arrays of plain checkpoints in float64, one by one, and keep their dtypes.
-
-    NumPy computes it: JAX would make float32 of float64, where its x64 mode is off.
-    """
-    p = shares(cohort.weights)
-    for number, (leaf, array) in enumerate(arrays.items()):
-        if progress is not None:
-            progress(leaf, number, len(arrays))
-        mean, low, high = 0.0, np.inf, -np.inf
-        for (_, found, weight), share in zip(cohort.read([array]), p, strict=True):
-            own = np.asarray(next(found))
-            if weight > 0:
-                with np.errstate(over="ignore"):
-                    mean = mean + share * own.astype(np.float64)
-                low, high = np.minimum(low, own), np.maximum(high, own)
-        # A rounded mean may leave the range of the clients, and so that of finite numbers.
-        dtype = cohort.records[0].arrays[array].dtype
-        votes[leaf] = p
-        yield {leaf: np.clip(mean, low, high).astype(jnp.dtype(dtype))}
 
 
 def _merge_part(

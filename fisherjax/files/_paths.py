@@ -75,18 +75,18 @@ def scratch(folder: Path) -> Iterator[Path]:
         # That of a process which works is locked.
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _AGE:
-                with _locked(left):
+                with locked(left):
                     shutil.rmtree(left)
     with contextlib.ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=_PREFIX, dir=folder)))
         # A file system without locks keeps what a killed process leaves.
         with contextlib.suppress(OSError):
-            stack.enter_context(_locked(place))
+            stack.enter_context(locked(place))
         yield place
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock a folder until the end, or that of this process; raise OSError if another one has it."""
     if fcntl is None:
         raise OSError("there are no locks")

@@ -2,15 +2,17 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from fisherjax import algorithms, leaves, likelihoods
-from fisherjax.algorithms.base import Algorithm
+from fisherjax._core import checks
+from fisherjax.algorithms import Algorithm, Row
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._description_checks import FROZEN, STATISTICS
+from fisherjax.files._description_checks import STATISTICS
+from fisherjax.files._fishers import FISHERS, Fisher
 from fisherjax.files._places import _some
 from fisherjax.files._records import Record
 from fisherjax.files.uploads import check_method
@@ -63,15 +65,8 @@ def _no_network(*_: Any) -> Any:
 
 
 def check_clients(records: list[Record]) -> None:
-    """Check that no two uploads are of the same client, and that all or none are plain."""
+    """Check that no two uploads are of the same client."""
     owners: dict[str, Record] = {}
-    plain = [record for record in records if record.is_plain]
-    # Their weights are not comparable: one has a number of examples, the other has none.
-    if plain and len(plain) < len(records):
-        raise ValueError(
-            f"{plain[0].source} was written by another program: its arrays have no description; "
-            "expected only files of files.save_update, or only plain checkpoints."
-        )
     for record in records:
         # A plain checkpoint has no client but its file, which may have several paths.
         own = os.path.realpath(record.path) if record.is_plain else record.client
@@ -82,6 +77,56 @@ def check_clients(records: list[Record]) -> None:
                 f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
                 "merge only one of them."
             )
+
+
+def checkpoint_method(
+    name: str, options: dict[str, Any], fishers: Sequence[Fisher]
+) -> tuple[Row, Algorithm]:
+    """Make the method that merges checkpoints, and check that it reads their Fisher files.
+
+    Raises:
+        ValueError: If the method cannot merge checkpoints, or reads other curvature.
+    """
+    checks.one_of("algorithm", name, algorithms.METHODS, "algorithms.METHODS")
+    row = algorithms.METHODS[name]
+    needed = row.reads if isinstance(row.reads, Mapping) else {}
+    if not needed.keys() <= FISHERS.keys() or not (row.pieces or needed):
+        known = [x for x, y in algorithms.METHODS.items() if y.pieces or _is_filed(y)]
+        why = row.reads if isinstance(row.reads, str) else "needs what no checkpoint has"
+        raise ValueError(
+            f"{name} {why}, and does not merge checkpoints; expected one of {', '.join(known)}."
+        )
+    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
+    if bool(needed) != bool(fishers):
+        [what] = needed or ["nothing"]
+        how = "Compute them by files.save_fisher, or python -m fisherjax fisher, and pass each"
+        mend = f"{how} beside its checkpoint (--fisher)." if needed else "Pass none (--fisher)."
+        raise ValueError(f"{name} merges params and {what} of Fisher files. {mend}")
+    for fisher in fishers:
+        [(word, value)], [(what, kind)] = fisher.values.items(), needed.items()
+        if word != what or not isinstance(value, kind):
+            raise ValueError(
+                f"{str(fisher.path)!r} holds {word} ({type(value).__name__}); {name} merges params "
+                f"and {what} ({kind.__name__})"
+            )
+    return row, method._replace(model=None)
+
+
+def _is_filed(row: Row) -> bool:
+    return isinstance(row.reads, Mapping) and {*row.reads} <= {*FISHERS} and bool(row.reads)
+
+
+def check_names(where: str, names: Sequence[str]) -> None:
+    """Check that leaves of a plain checkpoint have names, and that none is a running variance."""
+    if "" in names:
+        raise ValueError(
+            f"{where} has an array without a name, '', which a merged file cannot have: rename it."
+        )
+    try:
+        # Only names tell: one ends in the moment, where a layer's goes on.
+        leaves.check_moments([name for name in names if _MOMENT.search(name)])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:
@@ -140,7 +185,7 @@ def check_untrained(records: list[Record]) -> None:
     first = records[0]
     names = [*first.layers, *first.statistics, *first.frozen]
     # Only a bare array has no name; it is called "array" in the merged file.
-    if "" in names and (first.is_plain or len(names) > 1):
+    if "" in names and len(names) > 1:
         raise ValueError(
             f"{first.source} has an array without a name, '', which a merged file cannot have: "
             "rename it."
@@ -152,17 +197,8 @@ def check_untrained(records: list[Record]) -> None:
                 f"{record.source} has other frozen leaves than {str(first.path)!r}: they differ in "
                 f"{_some(differing)}. All clients must have trained the same leaves of one network."
             )
-        for name in (f"{FROZEN}/{leaf}" for leaf in first.frozen if first.is_plain):
-            if record.arrays[name] != first.arrays[name]:
-                raise ValueError(
-                    f"{record.source} has another array than {str(first.path)!r}: {name} is "
-                    f"{record.arrays[name]}, expected {first.arrays[name]}. All checkpoints must "
-                    "be of one network."
-                )
-        # Of a plain checkpoint only names tell: one ends in the moment, where a layer's goes on.
-        named = [x for x in record.layers if record.is_plain and _MOMENT.search(x)]
         try:
-            leaves.check_moments((*record.statistics, *named))
+            leaves.check_moments(tuple(record.statistics))
         except ValueError as error:
             raise ValueError(f"{record.source}: {error}") from error
 

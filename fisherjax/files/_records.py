@@ -1,13 +1,13 @@
 """Describe uploads and plain checkpoints, as a merge reads them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from fisherjax.files import base
+from fisherjax.files._checkpoints import Checkpoint
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS
 from fisherjax.files._limits import ArrayKind
 from fisherjax.files.base import Sealed
@@ -35,6 +35,7 @@ class Record(NamedTuple):
         version: Version of fisherjax that wrote the file; "" for a plain checkpoint.
         sha256: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
             checkpoint.
+        reader: Function that reads an array by name, of a plain checkpoint.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Record(NamedTuple):
     nbytes: int
     version: str
     sha256: str
+    reader: Callable[[str], np.ndarray] | None = None
 
     @property
     def source(self) -> str:
@@ -64,39 +66,32 @@ class Record(NamedTuple):
 
     def read(self, names: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield arrays one by one."""
-        # The arrays of a plain checkpoint have no name there for what they are.
-        named = (name.partition("/")[2] if self.is_plain else name for name in names)
-        return base.read(self.path, named)
+        return base.read(self.path, names) if self.reader is None else map(self.reader, names)
 
 
-def plain_record(file: Sealed) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
+def plain_record(model: Checkpoint) -> Record:
     """Take a plain checkpoint as an upload of FedAvg with weight one."""
-    floats = {
-        name: kind
-        for name, kind in file.arrays.items()
-        if jnp.issubdtype(jnp.dtype(kind.dtype), np.floating)
-    }
+    floats = {name: x for name, x in model.arrays.items() if x.is_float}
     if not floats:
-        raise ValueError(f"{str(file.path)!r} has no arrays of floats, which could be merged")
-    record = Record(
-        path=file.path,
-        client=str(file.path),
+        raise ValueError(f"{str(model.path)!r} has no arrays of floats, which could be merged")
+    return Record(
+        path=model.path,
+        client=str(model.path),
         examples=1,
         algorithm="fedavg",
         kind="params",
         codec="none",
-        layers={name: kind.shape for name, kind in floats.items()},
+        layers={name: x.kind.shape for name, x in floats.items()},
         statistics={},
-        frozen=tuple(sorted(file.arrays.keys() - floats.keys())),
+        frozen=tuple(sorted(model.arrays.keys() - floats.keys())),
         arrays={
-            f"{'params' if name in floats else FROZEN}/{name}": kind
-            for name, kind in file.arrays.items()
+            f"{'params' if name in floats else FROZEN}/{name}": x.kind
+            for name, x in model.arrays.items()
         },
-        nbytes=file.nbytes,
+        nbytes=model.nbytes,
         version="",
         sha256="",
     )
-    return record, {"dict": {"params": {"dict": dict.fromkeys(floats, "array")}}}, record.arrays
 
 
 def record_of(file: Sealed) -> Record:

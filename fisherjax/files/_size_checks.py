@@ -20,13 +20,13 @@ from fisherjax.fisher import Dense, Diagonal, Kronecker, Operator
 
 
 def check_sizes(
-    path: Path, client: str, values: Mapping[str, Any], nbytes: int, limits: Limits
+    path: Path, client: str | None, values: Mapping[str, Any], nbytes: int, limits: Limits
 ) -> dict[str, ArrayKind]:
     """Check the sizes and shapes of the values that an upload decodes to.
 
     Args:
         path: Path of the file, for errors.
-        client: Name of the client, for errors.
+        client: Name of the client, for errors; None for a file that is of no client.
         values: Values as described, of arrays or of `jax.ShapeDtypeStruct`.
         nbytes: Size of the file in bytes.
         limits: Limits for the decoded size.
@@ -38,7 +38,7 @@ def check_sizes(
         ValueError: If the values decode to too many bytes, or curvature does not fit the params.
             The error names the file, the client and the leaf.
     """
-    where = f"{str(path)!r} of client {client!r}"
+    where = repr(str(path)) if client is None else f"{str(path)!r} of client {client!r}"
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} holds a {type(values).__name__}; expected a dict of values.")
     try:

@@ -16,6 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax.files import base
 from fisherjax.files._archive import read_archive
+from fisherjax.files._checkpoints import is_folder, open_checkpoint
 from fisherjax.files._limits import LIMITS, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
@@ -82,7 +83,8 @@ def load_arrays(
     """Read a file of named arrays as NumPy arrays, which keep 64 bits whatever JAX's setting.
 
     Args:
-        path: A .safetensors or .npz file that `save_arrays` or another program wrote.
+        path: A .safetensors or .npz file that `save_arrays` or another program wrote, or a folder
+            of .safetensors shards with their index.
         like: A pytree of arrays or `jax.ShapeDtypeStruct`, whose structure the result has. Without
             it the result is a dict from names to arrays; `unflatten` turns it into nested dicts.
         mapping: Names of the leaves of `like` in the file, and the axes by which it stores them
@@ -111,8 +113,9 @@ def load_arrays(
         ... )
         {'bias': array([1., 1.], dtype=float16)}
     """
-    path = checked_path(path, ".safetensors", ".npz", exists=True)
     check_limits(limits)
+    if not is_folder(path):
+        path = checked_path(path, ".safetensors", ".npz", exists=True)
     arrays = _read(path, cast, limits)
     if like is None:
         # Without `like` there are no names to map and no dtypes to cast to.
@@ -185,8 +188,11 @@ def unflatten(arrays: Mapping[str, Any], separator: str = "/") -> dict[str, Any]
     return nested
 
 
-def _read(path: Path, cast: bool, limits: Limits) -> dict[str, np.ndarray]:
-    if path.suffix == ".npz":
+def _read(path: Any, cast: bool, limits: Limits) -> dict[str, np.ndarray]:
+    if is_folder(path):
+        stored = open_checkpoint(path, limits).arrays
+        found = {name: x.whole() for name, x in stored.items()}
+    elif path.suffix == ".npz":
         found = read_archive(path, limits)
     else:
         names = base.opened(path, limits).arrays

@@ -13,6 +13,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import jax
@@ -25,11 +26,12 @@ from fisherjax.files._shown import shown_errors
 
 FORMATS = 1, 2
 """Versions of the metadata that can be read. Version 2 has leaves that are not trained."""
-KINDS = "upload", "model"
+KINDS = "upload", "model", "fisher"
 """What a sealed file can be."""
 
 _ABOUT, _DIGEST, _LENGTH = "fisherjax", "sha256", 8
 _UNKNOWN = "0" * 64
+_SHORT = "F4", "F6", "F8"
 
 
 class Sealed(NamedTuple):
@@ -43,6 +45,8 @@ class Sealed(NamedTuple):
         nbytes: Size of the file in bytes.
         digest: SHA-256 of the file, computed with zeros in place of the digest; "" for a plain
             file.
+        offsets: Place in the file of each array's first byte, by name.
+        metadata: Other texts of the header, such as the format that a program needs to read it.
     """
 
     path: Path
@@ -50,6 +54,8 @@ class Sealed(NamedTuple):
     arrays: dict[str, ArrayKind]
     nbytes: int
     digest: str
+    offsets: Mapping[str, int] = MappingProxyType({})
+    metadata: Mapping[str, str] = MappingProxyType({})
 
 
 @contextlib.contextmanager
@@ -75,9 +81,7 @@ def sealing(
     """
     path = checked_path(path, ".safetensors")
     # The kinds are known before the arrays, so that each is written as soon as it is merged.
-    header, places = _header(kinds, about)
-    # Otherwise nobody could read what was written.
-    limits.check_header(path, len(header) - _LENGTH, kinds.keys())
+    header, places = header_of(path, kinds, about, limits)
     with atomic_file(path) as file:
         file.write(header)
         left = dict(places)
@@ -86,21 +90,30 @@ def sealing(
             if ArrayKind.of(array) != kinds[name]:
                 raise ValueError(f"{name} is {ArrayKind.of(array)}; expected {kinds[name]}")
             # Arrays may come in any order; one that comes twice fails here.
-            file.seek(len(header) + left.pop(name))
-            # The format requires C order and little-endian numbers.
-            array = np.asarray(array, order="C")
-            swapped = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            file.write(swapped.reshape(-1).view(np.uint8).data)
+            file.seek(left.pop(name))
+            file.write(little(array))
 
         yield put
         if left:
             raise ValueError(f"{list(left)} were not written; expected a call of put for each")
-        file.flush()
-        place = header.index(_UNKNOWN.encode())
-        # Computed from what was written, so that it also covers the header.
-        digest = _digest(file, place)
-        file.seek(place)
-        file.write(digest.encode())
+        write_digest(file, header)
+
+
+def little(array: Any) -> memoryview:
+    """Return the bytes of an array as the format requires them: C order, little-endian."""
+    array = np.asarray(array, order="C")
+    swapped = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return swapped.reshape(-1).view(np.uint8).data
+
+
+def write_digest(file: BinaryIO, header: bytes) -> None:
+    """Write the digest of a file whose other bytes are all written."""
+    file.flush()
+    place = header.index(_UNKNOWN.encode())
+    # Computed from what was written, so that it also covers the header.
+    digest = _digest(file, place)
+    file.seek(place)
+    file.write(digest.encode())
 
 
 @shown_errors()
@@ -143,20 +156,23 @@ def opened(path: str | os.PathLike, limits: Limits = LIMITS) -> Sealed:
         # safetensors compares offsets and lengths with the size of the file.
         with safe_open(path, framework="np"):
             pass
-        entries = json.loads(header, object_pairs_hook=_unique)
+        entries = json.loads(header, object_pairs_hook=unique)
         metadata = entries.pop("__metadata__", {})
-        about = json.loads(metadata.get(_ABOUT, "{}"), object_pairs_hook=_unique)
+        about = json.loads(metadata.get(_ABOUT, "{}"), object_pairs_hook=unique)
         if not isinstance(about, dict) or bool(about) != (_DIGEST in metadata):
             raise ValueError("it lacks its description or its digest")
     if about:
         _check_sealed(path, about, header, metadata[_DIGEST])
     limits.check_header(path, length, entries.keys())
     arrays = {name: _kind(path, name, entry) for name, entry in entries.items()}
+    begin = _LENGTH + length
+    offsets = {name: begin + entry["data_offsets"][0] for name, entry in entries.items()}
     # An array of size zero takes no bytes, but its other axes may be of any length. Plain arrays
     # are only read.
     longest = max((axis for kind in arrays.values() for axis in kind.shape), default=0)
     limits.check(path, "expansion", longest // nbytes if about else 0)
-    return Sealed(path, about, arrays, nbytes, metadata.get(_DIGEST, ""))
+    others = {name: text for name, text in metadata.items() if name not in (_ABOUT, _DIGEST)}
+    return Sealed(path, about, arrays, nbytes, metadata.get(_DIGEST, ""), offsets, others)
 
 
 @contextlib.contextmanager
@@ -171,7 +187,7 @@ def damaged(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a dict of pairs; raise if a name is there twice, as programs differ in which counts."""
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -198,10 +214,12 @@ def _check_sealed(path: Path, about: Mapping[str, Any], header: bytes, digest: s
 
 def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> ArrayKind:
     names = {code: name for name, code in CODES.items()}
-    if entry["dtype"] not in names:
+    if (code := entry["dtype"]) not in names:
+        # Their scales are other arrays, without which their numbers mean nothing.
+        hint = ". Convert floats of so few bits to BF16 first" if code[:2] in _SHORT else ""
         raise ValueError(
-            f"{str(path)!r}: array '{name}' has type {entry['dtype']}; expected one of "
-            f"{', '.join(names)}"
+            f"{str(path)!r}: array '{name}' has type {code}; expected one of "
+            f"{', '.join(names)}{hint}"
         )
     return ArrayKind(names[entry["dtype"]], tuple(entry["shape"]))
 
@@ -218,16 +236,21 @@ def version() -> str:
     return sys.modules[__name__.partition(".")[0]].__version__
 
 
-def _header(
-    kinds: Mapping[str, ArrayKind], about: Mapping[str, Any]
+def header_of(
+    path: Path,
+    kinds: Mapping[str, ArrayKind],
+    about: Mapping[str, Any],
+    limits: Limits,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file, and the offset of each array behind it."""
+    """Return the header of a file, and the place in the file of each array's first byte."""
     for name, kind in kinds.items():
         check_storable(name, kind.dtype)
     about = {"format": FORMATS[0], "version": version()} | dict(about)
     description = json.dumps(about, allow_nan=False, separators=(",", ":"))
     # The digest comes first, so that the first match of its text in the header is its own place.
-    entries: dict[str, Any] = {"__metadata__": {_DIGEST: _UNKNOWN, _ABOUT: description}}
+    texts = {_DIGEST: _UNKNOWN, _ABOUT: description} | dict(metadata)
+    entries: dict[str, Any] = {"__metadata__": texts}
     places, end = {}, 0
     # Wide types come first, so that each array begins at a multiple of its item size.
     widest = sorted(kinds, key=lambda name: (-jax.numpy.dtype(kinds[name].dtype).itemsize, name))
@@ -239,7 +262,10 @@ def _header(
     text = json.dumps(entries, separators=(",", ":")).encode()
     # The format asks for arrays that begin at multiples of eight bytes.
     text += b" " * (-len(text) % _LENGTH)
-    return len(text).to_bytes(_LENGTH, "little") + text, places
+    # Otherwise nobody could read what was written.
+    limits.check_header(path, len(text), kinds.keys())
+    header = len(text).to_bytes(_LENGTH, "little") + text
+    return header, {name: len(header) + place for name, place in places.items()}
 
 
 def _check_digest(path: Path, header: bytes, expected: str) -> None:

@@ -9,7 +9,8 @@ server's work is that of `merging`, called for each part.
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +21,28 @@ from fisherjax._divergence import diverged
 from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.clients import shares
-from fisherjax.files import base, uploads
+from fisherjax.files import base
+from fisherjax.files._checkpoint_merge import (
+    about_of,
+    check_out,
+    merge_plain,
+    open_sources,
+    place_of,
+    warning_of,
+)
 from fisherjax.files._description_checks import STATISTICS
-from fisherjax.files._layerwise import Cohort, layer_by_layer, plain_means
+from fisherjax.files._layerwise import Cohort, layer_by_layer
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files._parts import split
-from fisherjax.files._reads import check_clients, check_untrained, common, method_of
+from fisherjax.files._reads import (
+    check_clients,
+    check_untrained,
+    common,
+    method_of,
+)
 from fisherjax.files._records import Record
-from fisherjax.files._shown import shown, shown_errors
+from fisherjax.files._shown import shown_errors
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()
@@ -45,6 +59,8 @@ class Merge(NamedTuple):
         votes: Clients' shares of the vote [M] with sum one, by layer. They are proportional to p_i
             times the mean eigenvalue of F_i in this layer, or to p_i if the method has no
             curvature. Running statistics, which are averaged with p_i, have no entry.
+        taken: What was done with leaves that not all checkpoints have alike, by name.
+        copied_from: The folder whose other files were copied beside the merged ones; "" if none.
     """
 
     algorithm: str
@@ -52,27 +68,30 @@ class Merge(NamedTuple):
     shares: np.ndarray
     left_out: dict[str, str]
     votes: dict[str, np.ndarray]
+    taken: Mapping[str, str] = MappingProxyType({})
+    copied_from: str = ""
 
 
 @shown_errors()
 def merge_files(
     out: str | os.PathLike,
-    paths: Sequence[str | os.PathLike],
+    paths: Sequence[Any],
     *,
     algorithm: str | None = None,
     weights: Any = None,
     start: Any = None,
+    unequal: str = "raise",
     on_nonfinite: str = "raise",
     progress: Callable[[str, int, int], None] | None = None,
     limits: Limits = LIMITS,
     **options: Any,
 ) -> Merge:
-    """Merge files of uploads to one model, without the network and without data.
+    """Merge files of uploads, or checkpoints, to one model, without the network and without data.
 
     The result is that of `merging.merge` or `merging.merge_stream` for the updates that
     `load_update` reads. Memory holds one layer of all clients, or, for methods with sums, one layer
     of one client and the sums; for methods that match units, it holds all updates. Float64 needs
-    JAX's x64 mode, except for plain checkpoints, whose arrays keep their dtypes.
+    JAX's x64 mode, except for the mean of checkpoints, which is computed in float64.
 
     Running statistics are averaged, whatever the method. Frozen leaves, which clients do not send,
     are in the merged file only if `start` is given; they are then copied from it, bit for bit.
@@ -83,18 +102,30 @@ def merge_files(
     `merging.merge`, a Fisher that rounding made indefinite is replaced by the nearest positive
     semi-definite one.
 
+    Checkpoints of other programs may be of any size: memory holds pieces of a leaf of all of them,
+    if the method merges entries by themselves (`pieces` of its row), and otherwise a layer. The
+    merge of a process that was killed goes on at the leaf where it was. Numbers are computed in
+    float32 or wider, and have the dtypes of the start, or of the first checkpoint.
+
     Args:
         out: Path of the merged model, arrays by leaf name, which `load_arrays` reads. It is written
-            atomically. PFNM's merged model is wider than those of the clients.
-        paths: Paths of uploads that `save_update` wrote, one for each client; or of plain
-            checkpoints, whose arrays of floats are averaged. Other arrays, such as counters, are
-            those of the first checkpoint or of `start`.
+            atomically. PFNM's merged model is wider than those of the clients. If the start or the
+            first checkpoint is a folder, `out` may be a new folder, which has the same shards,
+            index and other files.
+        paths: Paths of uploads that `save_update` wrote, one for each client; or of checkpoints,
+            each a .safetensors file, a folder of shards, or a pair of it and its Fisher file, which
+            `save_fisher` wrote. Arrays that are not of floats, such as counters, are those of the
+            first checkpoint or of `start`.
         algorithm: A name in `algorithms.METHODS` (default: that for which the uploads were made;
-            "fedavg" for plain checkpoints).
+            for checkpoints "fedavg", or the first method that reads their Fisher files).
         weights: Non-negative weights [M] (default: the clients' numbers of examples; equal weights
-            for plain checkpoints).
-        start: The model that clients started from, a pytree or a file of arrays by leaf name. It is
-            needed for uploads that hold differences from it, and to copy frozen leaves.
+            for checkpoints).
+        start: The model that clients started from: a pytree, a file of arrays by leaf name, or a
+            folder of shards. It is needed for uploads that hold differences from it, to copy frozen
+            leaves, and by methods that merge changes of checkpoints, such as "ties".
+        unequal: What becomes of leaves that not all checkpoints have, or have in one shape:
+            "raise" (default) an error with their list, "start" or "first" to copy them from the
+            start or from the first checkpoint, or "skip" to leave them out.
         on_nonfinite: "raise" (default) or "drop" a client whose upload is not finite. A client that
             is dropped is left out of all layers; a warning, the result and the header of the merged
             file name the client and the leaf.
@@ -105,10 +136,10 @@ def merge_files(
     Raises:
         ValueError: If an upload is damaged, was written by a later version or another program,
             exceeds the limits, is not finite, has an indefinite Fisher, or does not fit the others,
-            the method or the start; if a client occurs twice, or weights do not fit. The error
-            names the file.
+            the method or the start; if a client occurs twice, or weights do not fit; if an index
+            and its shards differ, or a Fisher file is of another network. The error names the file.
         TypeError: If the method has no such option.
-        OSError: If a file cannot be read or written.
+        OSError: If a file cannot be read or written, or the disk has too little space.
 
     Example:
         >>> import tempfile, fisherjax as fj
@@ -124,17 +155,20 @@ def merge_files(
     """
     checks.one_of("on_nonfinite", on_nonfinite, ("raise", "drop"))
     # Every check that needs no array comes first: a merge can take hours.
-    out = base.checked_path(out, ".safetensors")
     if isinstance(paths, (str, bytes, os.PathLike)) or not isinstance(paths, Iterable):
         raise TypeError(f"paths is {paths!r:.80}; expected a list of paths, one for each client.")
     paths = list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
-    found = [uploads.open_upload(path, limits, plain=True) for path in paths]
+    out = place_of(out, paths[0], start)
+    found, plain = open_sources(paths, limits)
+    how: dict[str, Any] = {"on_nonfinite": on_nonfinite, "progress": progress, "limits": limits}
+    if plain.models:
+        asked = algorithm, weights, unequal, options
+        return Merge(*merge_plain(out, plain, start, asked, how))
+    checks.one_of("unequal", unequal, ("raise",))
     records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
-    # Compared as files, because one file may have several paths.
-    if out.exists() and any(out.samefile(record.path) for record in records):
-        raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
+    check_out(out, [record.path for record in records])
     check_clients(records)
     name, method = method_of(records, algorithm, options)
     weights = check_weights(
@@ -145,12 +179,12 @@ def merge_files(
     start = start_by_name(start, limits)
     _check_start(name, method, start, records[0])
     if any(record.codec != "none" for record in records):
-        # Decoded uploads are merged like all others, so that there is one way to merge.
-        how = {"algorithm": algorithm, "on_nonfinite": on_nonfinite, "progress": progress}
-        # Decoded files may have longer headers and names than their uploads.
+        # Decoded uploads are merged like all others, so that there is one way to merge. Decoded
+        # files may have longer headers and names than their uploads.
         how["limits"] = limits._replace(header=1 << 62, name=1 << 62)
         with decoded_files(found, start, out.parent, limits) as ready:
-            merged = merge_files(out, ready, weights=weights, start=start, **how, **options)
+            given = {"algorithm": algorithm, "weights": weights, "start": start} | how
+            merged = merge_files(out, ready, **given, **options)
         return merged._replace(records=tuple(records))
     abstract = common(records, specs, name)
     statistics = {leaf: f"{STATISTICS}/{leaf}" for leaf in records[0].statistics}
@@ -163,25 +197,16 @@ def merge_files(
     parts = [(method, part) for part in split(abstract)]
     parts += [(_MEAN, part) for part in split({"params": statistics})]
     votes: dict[str, np.ndarray] = {}
-    # Plain checkpoints have no curvature, only leaves, which keep their dtypes.
-    is_mean = records[0].is_plain and name == records[0].algorithm
-    if is_mean:
-        ready = plain_means(cohort, abstract["params"], progress, votes)
-    else:
-        ready = layer_by_layer(cohort, parts, progress, votes)
+    ready: Iterable[dict[str, np.ndarray]] = layer_by_layer(cohort, parts, progress, votes)
     if method.gives == "wider model":
         # The header has the shapes of the merged leaves, which are known only after the merge.
         ready = list(ready)
         kinds = {x: ArrayKind.of(array) for merged in ready for x, array in merged.items()}
     else:
         leaves = (abstract["params"] | statistics).items()
-        kinds = {x or "array": records[0].arrays[y] for x, y in leaves}
-        kinds = kinds if is_mean else {x: _merged_kind(kind) for x, kind in kinds.items()}
+        kinds = {x or "array": _merged_kind(records[0].arrays[y]) for x, y in leaves}
         kinds |= {leaf: ArrayKind.of(array) for leaf, array in frozen.items()}
-    about = {
-        **{"what": "model", "algorithm": name, "kind": method.kind},
-        # As text, because options may be functions, which JSON cannot hold.
-        "options": {key: str(value) for key, value in options.items()},
+    about = about_of(name, method.kind, options) | {
         "clients": {
             x.client: float(share) for x, share in zip(records, shares(weights), strict=True)
         },
@@ -199,19 +224,17 @@ def merge_files(
 
 def _frozen(found: Opened, start: dict[str, np.ndarray] | None) -> dict[str, np.ndarray]:
     """Return the frozen leaves of the start, if there is one; check that the start fits."""
-    first, _, others = found[0]
     if start is None:
-        # Counters of a plain checkpoint have no mean, but whoever reads the model expects them.
-        kept = first.frozen if first.is_plain else ()
-        return dict(zip(kept, base.read(first.path, kept), strict=True))
+        return {}
+    first, _, others = found[0]
     for record, _, sizes in found:
         check_like(record, sizes, start, first, others)
-    if missing := [leaf for leaf in found[0][0].frozen if leaf not in start]:
+    if missing := [leaf for leaf in first.frozen if leaf not in start]:
         raise ValueError(
             f"The start lacks the frozen leaves {missing}, which clients did not send; expected "
             "the model that clients started from."
         )
-    return {leaf: start[leaf] for leaf in found[0][0].frozen}
+    return {leaf: start[leaf] for leaf in first.frozen}
 
 
 def _check_start(
@@ -235,8 +258,7 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
     for record in records:
         # Leaf by leaf, up to the first that is not finite.
         for name, array in zip(names, record.read(names), strict=True):
-            # JAX would make infinity of a float64 beyond float32, which a plain mean keeps.
-            if not np.isfinite(array).all() if record.is_plain else diverged(array[None]):
+            if diverged(array[None]):
                 left_out[record.client] = name
                 break
         if record.client in left_out and on_nonfinite == "raise":
@@ -246,9 +268,7 @@ def _left_out(records: list[Record], names: list[str], on_nonfinite: str) -> dic
                 "(--on-nonfinite drop)."
             )
     if left_out:
-        clients = "; ".join(f"client {client!r} for leaf '{x}'" for client, x in left_out.items())
-        text = f"Left out, as uploads that are not finite: {clients}."
-        warnings.warn(shown(text), stacklevel=4)
+        warnings.warn(warning_of(left_out), stacklevel=4)
     return left_out
 
 

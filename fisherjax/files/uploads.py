@@ -16,7 +16,7 @@ from fisherjax.algorithms.base import Update
 from fisherjax.files import base
 from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_described
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits
-from fisherjax.files._records import Record, plain_record, record_of
+from fisherjax.files._records import Record, record_of
 from fisherjax.files._shown import shown_errors
 from fisherjax.files.values import check_single, decode, encode, flat
 
@@ -169,11 +169,9 @@ def check_method(name: str) -> None:
 
 
 def open_upload(
-    path: str | os.PathLike, limits: Limits = LIMITS, *, plain: bool = False
+    path: str | os.PathLike, limits: Limits = LIMITS
 ) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
     """Check an upload, and read its record and the description of its values.
-
-    With `plain` a plain checkpoint is taken as an upload too, of FedAvg with weight one.
 
     Returns:
         The record, the description of the values, and the kinds that they decode to, by name.
@@ -182,9 +180,13 @@ def open_upload(
         ValueError: If the file is not an upload, or is refused as in `load_update`.
         FileNotFoundError: If there is no such file.
     """
-    file = base.opened(path, limits) if plain else base.unseal(path, limits)
-    if not file.about:
-        return plain_record(file)
+    return described(base.unseal(path, limits), limits)
+
+
+def described(
+    file: base.Sealed, limits: Limits
+) -> tuple[Record, dict[str, Any], dict[str, ArrayKind]]:
+    """Do what `open_upload` does for a file that is open."""
     # Merged models are sealed files too, but have no values that could be merged again.
     if file.about["what"] != "upload":
         raise ValueError(

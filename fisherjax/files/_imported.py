@@ -1,0 +1,74 @@
+"""Compute the Fisher file of a checkpoint by a function of a user's Python file."""
+
+import hashlib
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fisherjax import algorithms, clients, merging
+from fisherjax.files import base
+from fisherjax.files._fishers import save_fisher
+from fisherjax.files.arrays import load_arrays
+from fisherjax.files.uploads import of_client
+
+
+def save_imported(
+    out: str, checkpoint: str, source: str, algorithm: str, *, options: dict[str, Any], seed: int
+) -> int:
+    """Compute what an algorithm reads of a checkpoint besides its params, and write it to a file.
+
+    Args:
+        out: Path of the Fisher file.
+        checkpoint: A .safetensors file, or a folder of shards.
+        source: "FILE.py:FUNCTION", of a function that returns the model and the data. Its params
+            are a dict by the names of the checkpoint's arrays of floats, in float32.
+        algorithm: A name in `algorithms.METHODS`.
+        options: Options of the algorithm, such as `max_examples`.
+        seed: Seed of what is drawn.
+
+    Returns:
+        The number of params.
+
+    Raises:
+        ValueError: If there is no such function, or it returns something else.
+    """
+    path, _, name = source.rpartition(":")
+    if not Path(path).is_file() or not name.isidentifier():
+        raise ValueError(
+            f"--import is {source!r}; expected FILE.py:FUNCTION, of a file that exists"
+        )
+    base.checked_path(out, ".safetensors")
+    arrays = load_arrays(checkpoint)
+    # As Python itself does for a file that it runs, which may import others beside it.
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    function = runpy.run_path(path).get(name)
+    made = function() if callable(function) else None
+    if not (isinstance(made, tuple | list) and len(made) == 2):
+        found = "no function" if function is None else f"a {type(made).__name__}"
+        raise ValueError(
+            f"{path!r} has {found} as {name!r}; expected a function without arguments that returns "
+            "a fj.Model and its data"
+        )
+    model, data = made
+    # Counters and masks are no params.
+    floats = {
+        name: x.astype(np.float32)
+        for name, x in arrays.items()
+        if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    method = algorithms.make(algorithm, model, **options)
+    key, federation = jax.random.key(seed), clients.federation([data])
+    sent = of_client(merging.summarize(method, [floats], federation, key=key), 0)
+    values = {name: x for name, x in sent.values.items() if name != "params"}
+    if len(values) != 1 or "params" not in sent.values:
+        raise ValueError(f"{algorithm} sends {sent.kind}; expected one that sends a Fisher too")
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    how = f"{sent.kind}; {Path(path).name}:{name}, sha256 {digest}; options {options}; seed {seed}"
+    params = sent.values["params"]
+    save_fisher(out, *values.values(), params=params, source=how)
+    return sum(x.size for x in jax.tree.leaves(params))
