@@ -87,7 +87,8 @@ BUILT = {  # folders whose files build on one another
     ],
     "training": ["_cohort", "_train"],
     "files": [
-        *("_shown", "_paths", "_limits", "base", "_archive", "_places", "arrays", "values"),
+        *("_shown", "_paths", "_limits", "base", "_archive", "_pickles", "_torch"),
+        *("_places", "arrays", "values"),
         *("_size_checks", "_description_checks", "_records", "uploads", "_reads", "_parts"),
         *("_layerwise", "_packed", "merge"),
     ],

@@ -2,6 +2,7 @@
 
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
+from fisherjax.files._torch import load_torch
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
 from fisherjax.files.base import Sealed, unseal
 from fisherjax.files.merge import Merge, merge_files
@@ -18,6 +19,7 @@ __all__ = [
     "Record",
     "Sealed",
     "load_arrays",
+    "load_torch",
     "load_update",
     "merge_files",
     "of_client",
