@@ -18,6 +18,8 @@ from experiments.pretrained.networks import Layers, Network
 from fisherjax.typing import AnyArray, Array, Key, Params
 
 _RUNNING = "mean", "var"
+# As one program each: a network has many shapes.
+_to_moments, _from_moments = jax.jit(fj.networks.to_moments), jax.jit(fj.networks.from_moments)
 
 
 def model(network: Network, params: Params) -> fj.Model:
@@ -86,18 +88,19 @@ def from_state(network: Network, state: Mapping[str, AnyArray]) -> Params:
         )
     statistics = {name: {x: found[f"{name}.running_{x}"] for x in _RUNNING} for name in norms}
     params = {name: jnp.asarray(found[name]) for name in leaves}
-    return {"params": params, "moments": fj.networks.to_moments(statistics)}
+    return {"params": params, "moments": _to_moments(statistics)}
 
 
 def to_state(params: Params) -> dict[str, np.ndarray]:
     """Return the state dict of params, with running means and variances in place of moments."""
-    running = fj.networks.from_moments(params["moments"])
+    running = _from_moments(params["moments"])
     state = params["params"] | {
         f"{name}.running_{x}": value for name, own in running.items() for x, value in own.items()
     }
     return {name: np.asarray(x) for name, x in state.items()}
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))
 def init(network: Network, key: Key, num_classes: int) -> Params:
     """Draw the params of a network that has learned nothing.
 
@@ -115,7 +118,7 @@ def init(network: Network, key: Key, num_classes: int) -> Params:
         if len(shape) > 1:
             params[name] = jax.random.normal(own, shape) * np.sqrt(2 / np.prod(shape[1:]))
     statistics = {name: {"mean": jnp.zeros(n), "var": jnp.ones(n)} for name, n in norms.items()}
-    return {"params": params, "moments": fj.networks.to_moments(statistics)}
+    return {"params": params, "moments": _to_moments(statistics)}
 
 
 def with_new_head(network: Network, params: Params, key: Key, num_classes: int) -> Params:
