@@ -90,7 +90,8 @@ BUILT = {  # folders whose files build on one another
     "training": ["_cohort", "_train"],
     "adapters": ["base", "_evaluation", "merge", "network", "methods"],
     "files": [
-        *("_shown", "_paths", "_limits", "base", "_archive", "_places", "_checkpoints", "arrays"),
+        *("_shown", "_paths", "_limits", "base", "_archive", "_pickles", "_torch"),
+        *("_places", "_checkpoints", "arrays"),
         *("_adapter_config", "adapters", "adapter_merge", "values"),
         *("_size_checks", "_description_checks", "_records", "uploads", "_fishers"),
         *("_compared", "_reads", "_parts", "_layerwise", "_packed", "_pieces", "_unfinished"),

@@ -40,7 +40,7 @@ from fisherjax.compression import (
 )
 from fisherjax.files import uploads
 from fisherjax.fisher.operators import Template
-from tests import damage
+from tests import damage, torch_files
 
 OLD = Path(__file__).parent / "uploads_of_0_2"
 PLAIN = {
@@ -533,6 +533,18 @@ def test_a_changed_byte_of_a_plain_file_changes_numbers_or_names_at_most(
             like, said = judged(lambda own: files.load_arrays(own, like=PLAIN), path)
             kinds = {x: (y.dtype, y.shape) for x, y in found.items()}
             assert (like is None) == (kinds != {x: (y.dtype, y.shape) for x, y in PLAIN.items()})
+
+
+@pytest.mark.parametrize(("name", "number"), cases(["ARCHIVE", "SEQUENCE"]))
+@pytest.mark.parametrize("change", [damage.bytes_of, damage.pickle_of])
+def test_a_damaged_file_of_pytorch_is_read_or_refused(tmp_path, name, number, change):
+    """What is read has plain values and arrays alone; a member of an archive has a checksum."""
+    content, path = torch_files.recorded(getattr(torch_files, name)), tmp_path / "damaged.pth"
+    kinds = np.ndarray | dict | list | tuple | str | int | float | bool | None
+    for seed in range(number):
+        path.write_bytes(change(content, random.Random(seed)))
+        found = judged(files.load_torch, path)[0]
+        assert all(isinstance(x, kinds) for x in jax.tree.leaves(found)), seed
 
 
 @pytest.mark.parametrize(("suffix", "number"), cases([".safetensors", ".npz"]))

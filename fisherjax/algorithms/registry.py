@@ -92,6 +92,7 @@ _OURS = "this library"
 _FACTORS = "weights and K-FAC factors"
 _EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
 _SQUARES = "weights and squared gradients"
+_MOMENTS = "without training, moments of the last layer's inputs and class sums"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
 # Rows of methods whose messages files do not hold; rows by least squares; rows of exchanges; and of
@@ -282,18 +283,8 @@ METHODS: dict[str, Row] = {
         weighted_fedbn,
     ),
     # Exchanges, whose labels are appended to that of a merge.
-    "analytic_head": _exchange(
-        "analytic head",
-        "He et al., CVPR 2025",
-        "without training, moments of the last layer's inputs and class sums",
-        analytic_head,
-    ),
-    "ccvr": _exchange(
-        "ccvr",
-        "Luo et al., NeurIPS 2021",
-        "without training, moments of the last layer's inputs and class sums",
-        ccvr,
-    ),
+    "analytic_head": _exchange("analytic head", "He et al., CVPR 2025", _MOMENTS, analytic_head),
+    "ccvr": _exchange("ccvr", "Luo et al., NeurIPS 2021", _MOMENTS, ccvr),
     "natural_gradient": _exchange(
         "natural gradient",
         "Martens, Grosse, ICML 2015",

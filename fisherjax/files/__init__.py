@@ -3,6 +3,7 @@
 from fisherjax.files._fishers import save_fisher
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import Place, Places
+from fisherjax.files._torch import load_torch
 from fisherjax.files.adapter_merge import AdapterMerge, merge_adapters
 from fisherjax.files.adapters import PeftAdapter, load_adapter, save_adapter
 from fisherjax.files.arrays import load_arrays, save_arrays, unflatten
@@ -24,6 +25,7 @@ __all__ = [
     "Sealed",
     "load_adapter",
     "load_arrays",
+    "load_torch",
     "load_update",
     "merge_adapters",
     "merge_files",

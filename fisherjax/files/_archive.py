@@ -4,6 +4,7 @@ import math
 import os
 import zipfile
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -19,16 +20,7 @@ def read_archive(path: Path, limits: Limits) -> dict[str, np.ndarray]:
     """
     found: dict[str, np.ndarray] = {}
     with open(path, "rb") as file:
-        with damaged(path):
-            archive = zipfile.ZipFile(file)
-            members = archive.infolist()
-            # A damaged directory can hide members, but its end says how many there are.
-            file.seek(-22 - len(archive.comment), os.SEEK_END)
-            count = int.from_bytes(file.read(22)[10:12], "little")
-            if count != min(len(members), 0xFFFF):
-                raise ValueError(f"it says that it has {count} arrays, but has {len(members)}")
-        limits.check(path, "arrays", len(members))
-        limits.check(path, "name", max((len(x.filename) for x in members), default=0))
+        archive, members = open_archive(path, file, limits)
         # A member of a few compressed bytes may be as long as it likes.
         size = sum(member.file_size for member in members)
         limits.check(path, "expansion", size // path.stat().st_size)
@@ -39,6 +31,27 @@ def read_archive(path: Path, limits: Limits) -> dict[str, np.ndarray]:
                     raise ValueError(f"{name!r} is there twice")
                 found[name] = _member(archive, member)
     return found
+
+
+def open_archive(
+    path: Path, file: BinaryIO, limits: Limits
+) -> tuple[zipfile.ZipFile, list[zipfile.ZipInfo]]:
+    """Open a zip archive, and list its members after checking their number and names.
+
+    Raises:
+        ValueError: If the directory of the archive is damaged or exceeds the limits.
+    """
+    with damaged(path):
+        archive = zipfile.ZipFile(file)
+        members = archive.infolist()
+        # A damaged directory can hide members, but its end says how many there are.
+        file.seek(-22 - len(archive.comment), os.SEEK_END)
+        count = int.from_bytes(file.read(22)[10:12], "little")
+        if count != min(len(members), 0xFFFF):
+            raise ValueError(f"it says that it has {count} arrays, but has {len(members)}")
+    limits.check(path, "arrays", len(members))
+    limits.check(path, "name", max((len(x.filename) for x in members), default=0))
+    return archive, members
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:

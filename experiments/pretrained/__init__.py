@@ -1,0 +1,1 @@
+"""Merge fine-tuned networks: `python -m experiments.pretrained`."""
