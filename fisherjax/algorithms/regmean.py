@@ -25,7 +25,7 @@ from fisherjax.fisher import _passes
 from fisherjax.fisher._factors import expand, input_moments
 from fisherjax.fisher.operators import Template
 from fisherjax.training import Trained
-from fisherjax.typing import Array, Centre, Examples, Key, Model, Params
+from fisherjax.typing import Array, Centre, Examples, Key, Model, Params, Scalar
 
 
 @cached
@@ -169,7 +169,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
 
 
 @jit
-def _solved(sums: Any, centre: Params, shrink: Array) -> Params:
+def _solved(sums: Any, centre: Params, shrink: Scalar) -> Params:
     grams, products, points = sums["weighted"].mean()
     rest = sums["plain"].mean() if centre is None else centre
     template = Template.of(rest)
@@ -183,7 +183,7 @@ def _solved(sums: Any, centre: Params, shrink: Array) -> Params:
     return template.restore(others | dense)
 
 
-def _add_pull(share: Array, product: Array, gram: Array, centre: Array) -> Array:
+def _add_pull(share: Scalar, product: Array, gram: Array, centre: Array) -> Array:
     """Add the product of the centre with the diagonal that shrinkage adds to the Gram matrix."""
     return product + (share * jnp.diagonal(gram)[:, None] * centre).astype(product.dtype)
 

@@ -33,7 +33,7 @@ def test_an_algorithm_has_nine_fields_and_a_link_the_rest():
         "link",
     }
     links = {"init", "init_client", "broadcast", "receive", "personal", "draws"}
-    links |= {"whole", "keeps", "mix"}
+    links |= {"whole", "keeps", "mix", "reads_start"}
     assert set(Link._fields) == links
     method = algorithms.fedavg()
     assert method.link == Link()

@@ -46,7 +46,7 @@ def test_true_fisher_is_the_gauss_newton_matrix(network, jacobian, targets_for, 
     np.testing.assert_allclose(matrix, gauss_newton, rtol=1e-10, atol=1e-12)
 
 
-@networks(("mlp", "categorical"), ("sequence", "categorical"))
+@networks(("mlp", "categorical"), pytest.param("sequence", "categorical", marks=pytest.mark.long))
 def test_the_jacobian_kind_is_the_mean_square_of_the_jacobian(network, jacobian, name):
     """Whatever the likelihood; of sequences it is a mean over random signs."""
     apply, params, x = network
