@@ -108,6 +108,7 @@ class Link(NamedTuple):
         keeps: statistics -> names of the statistics that each client keeps to itself.
         mix: (values, weights [K]) -> shares [K, K], whose row k weighs all clients' statistics for
             client k; None if all clients get the same statistics.
+        reads_start: Whether `aggregate` reads the values of its params, which files then need.
     """
 
     init: Callable[[Params, int], Any] = nothing
@@ -119,6 +120,7 @@ class Link(NamedTuple):
     whole: bool = False
     keeps: Callable[[Params], Collection[str]] = nothing
     mix: Callable[[dict[str, Any], Array], Array] | None = None
+    reads_start: bool = False
 
 
 GIVES = ("model", "wider model", "model per client", "votes")
@@ -149,7 +151,7 @@ class Algorithm(NamedTuple, Generic[Report]):
         model: The network that `summarize` runs, by which the data are checked; None if it runs
             none.
         gives: What a merge returns, one of `GIVES`.
-        link: State between rounds, and messages other than updates.
+        link: State between rounds, other messages, and what `aggregate` reads.
     """
 
     summarize: Callable[[Key, Trained, Examples, Any], tuple[dict[str, Any], Any]]

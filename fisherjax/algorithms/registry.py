@@ -109,8 +109,8 @@ _NO_FILES = "takes more than one message, or more than params and curvature"
 
 # Rows of methods whose messages files do not hold, and of those that make a model for each client.
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
-_personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
 _exchange = partial(Row, laws=("exchange", "frozen"), reads=None)
+_personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
 
 # The order of rows determines colours in figures: append new rows after those of `merges`.
 METHODS: dict[str, Row] = {
@@ -249,7 +249,7 @@ METHODS: dict[str, Row] = {
         ties,
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
-        pieces=Pieces(start=True, kept="density"),
+        pieces=Pieces(kept="density"),
     ),
     # The server moves beyond the mean, in proportion to the share of clients that participate.
     "feddyn": Row(

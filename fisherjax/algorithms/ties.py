@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
-from fisherjax.algorithms.base import Algorithm
+from fisherjax.algorithms.base import Algorithm, Link
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Examples, Key, Params
 
@@ -105,7 +105,8 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         merged = jax.tree.map(partial(_elected, scaling), params, *sums["up"], *sums["down"])
         return merged, state, ()
 
-    return Algorithm(summarize, aggregate, reduce, kind="trimmed changes")
+    link = Link(reads_start=True)
+    return Algorithm(summarize, aggregate, reduce, kind="trimmed changes", link=link)
 
 
 def _smallest(density: float, change: Params) -> Array:

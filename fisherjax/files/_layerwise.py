@@ -26,12 +26,14 @@ class Cohort(NamedTuple):
         weights: [M], zero for clients that are left out.
         left_out: Leaf that is not finite, by client that is left out.
         adds: Whether sums over clients suffice, so that clients are read one by one.
+        start: The model that clients started from, by leaf name, if it is known.
     """
 
     records: list[Record]
     weights: np.ndarray
     left_out: dict[str, str]
     adds: bool
+    start: dict[str, np.ndarray] | None = None
 
     def with_sources(self, message: str) -> str:
         """Return a message with files and names of clients in place of their numbers."""
@@ -88,8 +90,10 @@ def _merge_part(
     """Merge some leaves of all clients; return each client's strength by layer too."""
     arrays, structure = jax.tree.flatten(part.values)
     kinds, strengths = [cohort.records[0].arrays[name] for name in arrays], {}
-    # Methods of files do not read the start, but expect params of its structure.
+    # All methods expect params of the start's structure; few read it.
     start = jax.tree.unflatten(structure, [np.zeros(k.shape, k.dtype) for k in kinds])["params"]
+    if method.link.reads_start and cohort.start is not None:
+        start = {number: cohort.start[part.names[number]] for number in start}
 
     def check_and_weigh(record: Record, leaves: Sequence[np.ndarray], weight: float) -> None:
         values = jax.tree.unflatten(structure, leaves)
