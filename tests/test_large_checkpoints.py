@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -578,3 +579,18 @@ def test_a_folder_that_exists_is_not_replaced(folders):
         files.merge_files(folders[1], folders[:1])
     files.merge_files(folders[0].with_name("out.safetensors"), folders)  # one file of all shards
     assert load_file(folders[0].with_name("out.safetensors")).keys() == model_of(0).keys()
+
+
+@pytest.mark.long
+def test_the_page_about_checkpoints_runs_and_its_command_makes_the_same_file(
+    run_page, capsys, monkeypatch
+):
+    page = ROOT / "docs/how_to/checkpoints.md"
+    names, text = run_page(page), page.read_text()
+    assert capsys.readouterr().out.startswith("fisher_merge [0.")
+    [command] = re.findall(r"^python -m fisherjax (fisher .*)$", text, re.MULTILINE)
+    monkeypatch.chdir(names["folder"])
+    before = files.load_arrays("a.fisher.safetensors")
+    assert main(command.replace("model-a/", "a.safetensors").split()) == 0
+    for name, found in files.load_arrays("a.fisher.safetensors").items():
+        np.testing.assert_allclose(found, before[name], rtol=1e-4)

@@ -129,7 +129,9 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
             f"{str(folder)!r} has {have}; expected one file of weights, or an index such as "
             f"model{INDEX} that says which array is in which file"
         )
-    listed = _read_index(folder / indices[0], limits) if indices else dict.fromkeys(shards)
+    listed: dict[str, set[str]] = {name: set() for name in shards}
+    if indices:
+        listed = _read_index(folder / indices[0], limits)
     if missing := [name for name in listed if name not in names]:
         raise ValueError(
             f"{str(folder / indices[0])!r} names the shards {_some(missing)}, which are not in its "

@@ -141,7 +141,8 @@ def open_fisher(path: Any, limits: Limits) -> Fisher:
 def _check(file: base.Sealed, limits: Limits) -> dict[str, Any]:
     """Check the description of a Fisher file; return its values, with names of arrays."""
     about = file.about
-    leaves, hashes = about.get("leaves"), about.get("hashes")
+    leaves: Any = about.get("leaves")
+    hashes: Any = about.get("hashes")
     is_sound = (
         isinstance(leaves, dict)
         and leaves

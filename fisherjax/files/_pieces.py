@@ -119,7 +119,7 @@ def merged_pieces(
 
 
 @partial(jit, static_argnums=0)
-def _sent(method: Algorithm, models: Array, start: Array, local: Any) -> dict[str, Any]:
+def _sent(method: Algorithm, models: Any, start: Any, local: Any) -> dict[str, Any]:
     """Compute what clients send of a piece."""
 
     def summarize(own: Array, local: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _sent(method: Algorithm, models: Array, start: Array, local: Any) -> dict[st
 
 
 @jit
-def _weighted(models: Array, fishers: Array, p: Array, mean: Array, floor: Array) -> Array:
+def _weighted(models: Any, fishers: Any, p: Any, mean: Any, floor: Any) -> Array:
     """Average entries with the weights p_i F_ij, or p_i where their sum is below the floor."""
     # In units of the leaf's mean, so that products stay in range.
     votes = p[:, None] * (fishers * jnp.where(mean > 0, 1 / mean, 0))
