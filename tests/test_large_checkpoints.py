@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -258,6 +259,31 @@ def test_the_command_computes_fisher_files_that_merge_as_uploads_do(
         eps = max(float(jnp.finfo(dtype).eps), 1e-5)
         found = read(out)[name].astype("f4")
         np.testing.assert_allclose(found, np.asarray(leaf), rtol=eps, atol=eps)
+
+
+def peak_of(act):
+    tracemalloc.start()
+    act()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_is_that_of_a_piece_of_all_models_whatever_the_size_of_a_leaf(tmp_path):
+    """Of NumPy's arrays, which hold the pieces; a leaf of one model takes 4 MB, and 16 MB."""
+    peaks = []
+    for size in (1_000_000, 4_000_000):
+        paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+        for path in paths:
+            save_file({"w": np.zeros(size, "f4")}, path)
+        models = [_checkpoints.open_checkpoint(path, files.Limits()) for path in paths]
+        pieces = fj.algorithms.Pieces(kept="density")
+        plan = _pieces.Plan(models, [], models[0], np.ones(2), None, pieces, 0.2, ["w"], [])
+        out = tmp_path / "out.safetensors"
+        peaks.append(peak_of(lambda paths=paths, out=out: files.merge_files(out, paths)))
+        peaks.append(peak_of(lambda plan=plan: _pieces.smallest_kept(plan)))
+    assert peaks[2] - peaks[0] < 1_000_000
+    assert peaks[3] - peaks[1] < 1_000_000
 
 
 # Leaves that differ

@@ -101,6 +101,8 @@ def write_layers(
     curvature = {name: stored.kind for name, stored in plan.fishers[0].arrays.items()}
     records = [
         record._replace(
+            # What is wrong with numbers of a layer, besides those that are not finite, is in it.
+            path=fisher.path,
             arrays={f"params/{x}": _wide(model.arrays[x]) for x in plan.covered} | curvature,
             reader=partial(_whole, model, fisher),
         )
