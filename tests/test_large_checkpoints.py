@@ -444,6 +444,11 @@ def fp8(folder):
     (folder / SHARDS[1]).write_bytes(damage.closed(header, data))
 
 
+def save_upload(path):
+    update = fj.algorithms.Update({"params": {"fc.weight": np.ones((70, 60), "f4")}}, "params")
+    files.save_update(path, update, algorithm="fedavg", client="ann", examples=1)
+
+
 BAD = {
     "a missing shard": (
         lambda b: (b / SHARDS[1]).unlink(),
@@ -489,11 +494,15 @@ BAD = {
     "8 bits": (fp8, r"model-2.* array 'fc.bias' has type F8_E4M3; .*Convert .* to BF16 first"),
     "no index": (
         lambda b: (b / INDEX).unlink(),
-        r"b' has 2 .safetensors files and no index; expected one file of weights, or an index",
+        r"b' is a folder with 2 .safetensors files and no index; expected one file of weights",
     ),
     "two indices": (
         lambda b: shutil.copy(b / INDEX, b / f"other{INDEX}"),
-        "b' has 2 indices",
+        "b' is a folder with 2 indices",
+    ),
+    "an upload": (
+        lambda b: save_upload(b / SHARDS[0]),
+        r"model-1.safetensors' is a file of upload; expected one of a model",
     ),
     "the same twice": (
         lambda b: (shutil.rmtree(b), b.symlink_to(b.with_name("a"))),
@@ -531,6 +540,46 @@ def test_links_of_a_cache_are_followed(folders):
     mean = (MODELS[0]["head.weight"].astype("f8") + MODELS[1]["head.weight"]) / 2
     np.testing.assert_array_equal(read(out)["head.weight"], mean.astype("f4"))
     assert not any(path.is_symlink() for path in out.iterdir())
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "ties", "fisher_merge"])
+def test_who_diverged_can_be_left_out(folders, start, fishers, algorithm, small_pieces):
+    """The others merge as if it had never been there."""
+    paths, how = folders, {"algorithm": algorithm, "start": start}
+    if fj.algorithms.METHODS[algorithm].reads == {"fisher": fj.fisher.Diagonal}:
+        paths = list(zip(folders, fishers, strict=True))
+    few, out = start.with_name("few"), start.with_name("out")
+    files.merge_files(few, [paths[0], paths[2]], weights=[20, 30], **how)
+    spoil_number(folders[1])
+    with pytest.warns(UserWarning, match=r"client '.*/b' for leaf 'params/fc.weight'"):
+        merged = files.merge_files(out, paths, weights=WEIGHTS, on_nonfinite="drop", **how)
+    assert merged.left_out == {str(folders[1]): "params/fc.weight"}
+    np.testing.assert_allclose(merged.shares, [0.4, 0, 0.6])
+    for name, leaf in read(few).items():
+        found, eps = read(out)[name].astype("f8"), 1e-6
+        if leaf.dtype != np.int64:
+            eps = 2 * float(jnp.finfo(leaf.dtype).eps)
+        np.testing.assert_allclose(found, leaf.astype("f8"), rtol=eps, atol=eps)
+
+
+needs_adapters = pytest.mark.skipif(
+    not hasattr(files, "merge_adapters"), reason="adapters are merged by files.merge_adapters"
+)
+
+
+@needs_adapters
+def test_the_command_merges_folders_of_adapters(tmp_path, capsys):
+    for name, x in (("ann", 1.0), ("bob", 3.0)):
+        adapter = fj.adapters.Adapter(np.full((1, 2), x, "f4"), np.ones((2, 1), "f4"))
+        files.save_adapter(tmp_path / name, {"query": adapter})
+    folders = [str(tmp_path / name) for name in ("ann", "bob")]
+    words = ["merge", str(tmp_path / "out"), *folders]
+    assert main([*words, "--algorithm", "ties"]) == 1
+    assert "--algorithm does not belong to a merge of adapters" in capsys.readouterr().err
+    assert main([*words, "--weights", "1", "3", "--option", "rank=1"]) == 0
+    assert f"The mean of 2 adapters is in {tmp_path / 'out'}\n" in capsys.readouterr().out
+    found = files.load_adapter(tmp_path / "out").adapters["query"]
+    np.testing.assert_allclose(fj.adapters.product(found), np.full((2, 2), 2.5), rtol=1e-5)
 
 
 def other_network(folders, fishers):

@@ -196,7 +196,7 @@ def find_nonfinite(plan: Plan) -> dict[str, str]:
     for number, model in enumerate(plan.models):
         named = [(f"params/{leaf}", model.arrays[leaf]) for leaf in plan.leaves]
         for fisher in plan.fishers[number : number + 1]:
-            named += [(f"fisher/{leaf}", _entries(fisher, leaf)) for leaf in plan.leaves]
+            named += list(fisher.arrays.items())
         for name, stored in named:
             if not all(map(_is_finite, _ahead(pieces_of(stored)))):
                 found[str(model.path)] = name
