@@ -113,10 +113,10 @@ def main() -> None:
     else:
         out, start = folder / "merged", None
         paths: list = [folder / "a", folder / "b"]
-        row = fj.algorithms.METHODS[asked.way]
-        if isinstance(row.reads, str):
+        model = fj.Model(lambda params, x: x, fj.likelihoods.categorical)
+        if fj.algorithms.make(asked.way, model).link.reads_start:
             start = folder / "start"
-        elif row.reads:
+        if fj.algorithms.METHODS[asked.way].reads == {"fisher": fj.fisher.Diagonal}:
             paths = [(path, folder / f"{path.name}.fisher.safetensors") for path in paths]
         merged = fj.files.merge_files(out, paths, algorithm=asked.way, start=start)
         moved = sum(record.nbytes for record in merged.records)
