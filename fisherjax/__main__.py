@@ -3,8 +3,6 @@
 `python -m fisherjax merge|inspect|fisher|check`.
 """
 
-import argparse
-import ast
 import io
 import signal
 import sys
@@ -16,7 +14,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import devices, files, tree
+from fisherjax import _arguments, devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
 from fisherjax.files import _description_checks, _fishers, base
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 on success. 1 if the input is invalid: then one line on stderr says why, and no file is
         written. Also 1 if `check` found a fault.
     """
-    given = vars(_parser().parse_args(arguments))
+    given = vars(_arguments.parser(__doc__ or "", _COMMANDS).parse_args(arguments))
     command = given.pop("command")
     if arguments is None:  # only when this is the program of the process
         # Python would end at once, and leave temporary files.
@@ -54,85 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(found_faults))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m fisherjax", description=(__doc__ or "").split("\n")[0]
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    merge = commands.add_parser("merge", help="merge uploads, or checkpoints, to one model")
-    merge.set_defaults(command=_merge)
-    about = "the file to write, .safetensors; or a new folder, if the start or the first one is one"
-    merge.add_argument("out", help=about)
-    about = (
-        "files that files.save_update wrote, one per client; or checkpoints, each a .safetensors "
-    )
-    about += "file or a folder of shards with their index"
-    merge.add_argument("uploads", nargs="+", help=about)
-    about = (
-        "default: that for which the uploads were made; of checkpoints fedavg, or the first one "
-    )
-    about += "that reads their Fisher files"
-    merge.add_argument("--algorithm", help=about)
-    about = "Fisher files of the checkpoints, in their order (see the command fisher)"
-    merge.add_argument("--fisher", nargs="+", metavar="FILE", help=about)
-    merge.add_argument("--damping", type=float, help="default: that of the algorithm")
-    option = {"type": _option, "action": "append", "default": [], "dest": "options"}
-    about = "another option of the algorithm, such as shrink=0.5; may be repeated"
-    merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
-    about = "one per file; default: numbers of examples, and equal weights of checkpoints"
-    merge.add_argument("--weights", type=float, nargs="+", help=about)
-    about = "file, or folder, of the arrays from which clients started; needed for uploads of "
-    about += "differences, for methods that merge changes of checkpoints, and for frozen leaves, "
-    about += "which are copied from it and missing in the merged file without it"
-    merge.add_argument("--start", help=about)
-    about = "copy leaves that not all checkpoints have alike from the start or from the first one, "
-    about += "or leave them out (default: an error with their list)"
-    choices = ("raise", "start", "first", "skip")
-    merge.add_argument("--unequal", choices=choices, default="raise", help=about)
-    merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
-    limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
-    known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
-    about = f"largest sizes of a file (default {known}); may be repeated"
-    merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
-    fisher = commands.add_parser("fisher", help="compute the Fisher file of a checkpoint")
-    fisher.set_defaults(command=_fisher)
-    fisher.add_argument("out", help="the file to write, .safetensors")
-    fisher.add_argument("checkpoint", help="a .safetensors file, or a folder of shards")
-    about = (
-        "a Python file, and a function in it that returns the fj.Model, whose params are a dict "
-    )
-    about += "by the names of the checkpoint's arrays, and the data, a pair of inputs and targets"
-    place = {"metavar": "FILE.py:FUNCTION", "dest": "source"}
-    fisher.add_argument("--import", required=True, **place, help=about)
-    about = "the algorithm that is to read it, such as fedfisher_kfac or regmean"
-    fisher.add_argument(
-        "--algorithm", default="fisher_merge", help=f"{about} (default %(default)s)"
-    )
-    about = "an option of the algorithm, such as max_examples=500; may be repeated"
-    fisher.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
-    fisher.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    inspect = commands.add_parser("inspect", help="check a file and print its content")
-    inspect.set_defaults(command=_inspect)
-    inspect.add_argument("file")
-    inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
-    check = commands.add_parser("check", help="check that this machine computes correctly")
-    check.set_defaults(command=_check)
-    about = "make each CPU core a device first, as devices.one_per_core does"
-    check.add_argument("--one-per-core", action="store_true", help=about)
-    return parser
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE, where the value is a Python literal."""
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE with a value such as 0.1, 50, True or 'name'"
-        ) from error
-
-
 def _limits(options: list[tuple[str, Any]]) -> files.Limits:
     for name, value in options:
         checks.one_of("limit", name, files.Limits._fields)
@@ -153,6 +72,9 @@ def _merge(
     given: dict[str, Any] = dict(options) | ({} if damping is None else {"damping": damping})
     if fisher is not None and len(fisher) != len(uploads):
         raise ValueError(f"--fisher has {len(fisher)} files for {len(uploads)} checkpoints")
+    if any((Path(path) / "adapter_config.json").is_file() for path in uploads):
+        _merge_adapters(out, uploads, {"fisher": fisher} | how, given)
+        return
     paths = uploads if fisher is None else list(zip(uploads, fisher, strict=True))
     progress = _progress if sys.stderr.isatty() else None
     merged = files.merge_files(out, paths, progress=progress, **how, **given)
@@ -183,6 +105,25 @@ def _merge(
         print(shown(f"Its other files are those of {merged.copied_from}."))
     if first.frozen and how["start"] is None:
         print(shown(_about_frozen(first)))
+
+
+def _merge_adapters(
+    out: str, folders: list[str], how: dict[str, Any], options: dict[str, Any]
+) -> None:
+    weights, limits = how.pop("weights"), how.pop("limits")
+    if unread := [name for name, value in how.items() if value not in (None, "raise")]:
+        raise ValueError(
+            f"--{unread[0]} does not belong to a merge of adapters, which are merged by their "
+            "products: pass --weights, --option rank=16 or no option"
+        )
+    merged = files.merge_adapters(out, folders, weights=weights, limits=limits, **options)
+    shares = zip(folders, merged.shares, strict=True)
+    _table(("adapter", "share"), ((folder, f"{share:.3f}") for folder, share in shares))
+    print()
+    lost = ((name, str(rank), f"{merged.lost[name]:.2g}") for name, rank in merged.ranks.items())
+    _table(("module", "rank", "lost"), lost)
+    print()
+    print(shown(f"The mean of {len(folders)} adapters is in {out}"))
 
 
 def _fisher(out: str, checkpoint: str, source: str, algorithm: str, **how: Any) -> None:
@@ -275,6 +216,9 @@ def _table(heads: tuple[str, ...] | None, rows: Iterable[tuple[str, ...]]) -> No
             rest if len(rest) == 1 else [x.rjust(w) for x, w in zip(rest, widths[1:], strict=True)]
         )
         print("  ".join([first.ljust(widths[0]), *right]))
+
+
+_COMMANDS = {"merge": _merge, "inspect": _inspect, "fisher": _fisher, "check": _check}
 
 
 if __name__ == "__main__":

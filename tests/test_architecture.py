@@ -64,6 +64,7 @@ ORDER = [
     "metrics",
     "personalization",
     "theory",
+    "_arguments",
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import jax
@@ -259,6 +261,31 @@ def test_the_command_computes_fisher_files_that_merge_as_uploads_do(
         np.testing.assert_allclose(found, np.asarray(leaf), rtol=eps, atol=eps)
 
 
+def peak_of(act):
+    tracemalloc.start()
+    act()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_is_that_of_a_piece_of_all_models_whatever_the_size_of_a_leaf(tmp_path):
+    """Of NumPy's arrays, which hold the pieces; a leaf of one model takes 4 MB, and 16 MB."""
+    peaks = []
+    for size in (1_000_000, 4_000_000):
+        paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+        for path in paths:
+            save_file({"w": np.zeros(size, "f4")}, path)
+        models = [_checkpoints.open_checkpoint(path, files.Limits()) for path in paths]
+        pieces = fj.algorithms.Pieces(kept="density")
+        plan = _pieces.Plan(models, [], models[0], np.ones(2), None, pieces, 0.2, ["w"], [])
+        out = tmp_path / "out.safetensors"
+        peaks.append(peak_of(lambda paths=paths, out=out: files.merge_files(out, paths)))
+        peaks.append(peak_of(lambda plan=plan: _pieces.smallest_kept(plan)))
+    assert peaks[2] - peaks[0] < 1_000_000
+    assert peaks[3] - peaks[1] < 1_000_000
+
+
 # Leaves that differ
 
 
@@ -417,6 +444,11 @@ def fp8(folder):
     (folder / SHARDS[1]).write_bytes(damage.closed(header, data))
 
 
+def save_upload(path):
+    update = fj.algorithms.Update({"params": {"fc.weight": np.ones((70, 60), "f4")}}, "params")
+    files.save_update(path, update, algorithm="fedavg", client="ann", examples=1)
+
+
 BAD = {
     "a missing shard": (
         lambda b: (b / SHARDS[1]).unlink(),
@@ -462,11 +494,15 @@ BAD = {
     "8 bits": (fp8, r"model-2.* array 'fc.bias' has type F8_E4M3; .*Convert .* to BF16 first"),
     "no index": (
         lambda b: (b / INDEX).unlink(),
-        r"b' has 2 .safetensors files and no index; expected one file of weights, or an index",
+        r"b' is a folder with 2 .safetensors files and no index; expected one file of weights",
     ),
     "two indices": (
         lambda b: shutil.copy(b / INDEX, b / f"other{INDEX}"),
-        "b' has 2 indices",
+        "b' is a folder with 2 indices",
+    ),
+    "an upload": (
+        lambda b: save_upload(b / SHARDS[0]),
+        r"model-1.safetensors' is a file of upload; expected one of a model",
     ),
     "the same twice": (
         lambda b: (shutil.rmtree(b), b.symlink_to(b.with_name("a"))),
@@ -504,6 +540,46 @@ def test_links_of_a_cache_are_followed(folders):
     mean = (MODELS[0]["head.weight"].astype("f8") + MODELS[1]["head.weight"]) / 2
     np.testing.assert_array_equal(read(out)["head.weight"], mean.astype("f4"))
     assert not any(path.is_symlink() for path in out.iterdir())
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "ties", "fisher_merge"])
+def test_who_diverged_can_be_left_out(folders, start, fishers, algorithm, small_pieces):
+    """The others merge as if it had never been there."""
+    paths, how = folders, {"algorithm": algorithm, "start": start}
+    if fj.algorithms.METHODS[algorithm].reads == {"fisher": fj.fisher.Diagonal}:
+        paths = list(zip(folders, fishers, strict=True))
+    few, out = start.with_name("few"), start.with_name("out")
+    files.merge_files(few, [paths[0], paths[2]], weights=[20, 30], **how)
+    spoil_number(folders[1])
+    with pytest.warns(UserWarning, match=r"client '.*/b' for leaf 'params/fc.weight'"):
+        merged = files.merge_files(out, paths, weights=WEIGHTS, on_nonfinite="drop", **how)
+    assert merged.left_out == {str(folders[1]): "params/fc.weight"}
+    np.testing.assert_allclose(merged.shares, [0.4, 0, 0.6])
+    for name, leaf in read(few).items():
+        found, eps = read(out)[name].astype("f8"), 1e-6
+        if leaf.dtype != np.int64:
+            eps = 2 * float(jnp.finfo(leaf.dtype).eps)
+        np.testing.assert_allclose(found, leaf.astype("f8"), rtol=eps, atol=eps)
+
+
+needs_adapters = pytest.mark.skipif(
+    not hasattr(files, "merge_adapters"), reason="adapters are merged by files.merge_adapters"
+)
+
+
+@needs_adapters
+def test_the_command_merges_folders_of_adapters(tmp_path, capsys):
+    for name, x in (("ann", 1.0), ("bob", 3.0)):
+        adapter = fj.adapters.Adapter(np.full((1, 2), x, "f4"), np.ones((2, 1), "f4"))
+        files.save_adapter(tmp_path / name, {"query": adapter})
+    folders = [str(tmp_path / name) for name in ("ann", "bob")]
+    words = ["merge", str(tmp_path / "out"), *folders]
+    assert main([*words, "--algorithm", "ties"]) == 1
+    assert "--algorithm does not belong to a merge of adapters" in capsys.readouterr().err
+    assert main([*words, "--weights", "1", "3", "--option", "rank=1"]) == 0
+    assert f"The mean of 2 adapters is in {tmp_path / 'out'}\n" in capsys.readouterr().out
+    found = files.load_adapter(tmp_path / "out").adapters["query"]
+    np.testing.assert_allclose(fj.adapters.product(found), np.full((2, 2), 2.5), rtol=1e-5)
 
 
 def other_network(folders, fishers):
@@ -578,3 +654,18 @@ def test_a_folder_that_exists_is_not_replaced(folders):
         files.merge_files(folders[1], folders[:1])
     files.merge_files(folders[0].with_name("out.safetensors"), folders)  # one file of all shards
     assert load_file(folders[0].with_name("out.safetensors")).keys() == model_of(0).keys()
+
+
+@pytest.mark.long
+def test_the_page_about_checkpoints_runs_and_its_command_makes_the_same_file(
+    run_page, capsys, monkeypatch
+):
+    page = ROOT / "docs/how_to/checkpoints.md"
+    names, text = run_page(page), page.read_text()
+    assert capsys.readouterr().out.startswith("fisher_merge [0.")
+    [command] = re.findall(r"^python -m fisherjax (fisher .*)$", text, re.MULTILINE)
+    monkeypatch.chdir(names["folder"])
+    before = files.load_arrays("a.fisher.safetensors")
+    assert main(command.replace("model-a/", "a.safetensors").split()) == 0
+    for name, found in files.load_arrays("a.fisher.safetensors").items():
+        np.testing.assert_allclose(found, before[name], rtol=1e-4)

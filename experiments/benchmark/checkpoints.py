@@ -7,9 +7,8 @@
 `write` writes a start, two checkpoints of two shards each and their diagonal Fisher files, 15 GB in
 all, of the shapes of a transformer with 28 layers and a vocabulary of 151,936. `bytes` reads the
 checkpoints and writes as many bytes as one has, which no merge can undercut. Any other word is the
-algorithm of a merge. Each prints seconds, seconds of cores, gigabytes,
-and the peak memory of its process in MiB.
-`--layers 3 --vocabulary 15000` makes a tenth of it.
+algorithm of a merge. Each prints seconds, seconds of cores, gigabytes, and the peak memory of its
+process in MiB. `--layers 3 --vocabulary 15000` makes a tenth of it.
 """
 
 import argparse
@@ -18,6 +17,7 @@ import os
 import resource
 import shutil
 import time
+import zlib
 from pathlib import Path
 
 import ml_dtypes
@@ -46,8 +46,8 @@ def _numbers(name: str, leaf: str, shape: tuple[int, ...]) -> np.ndarray:
     """Make the entries of a leaf: the start's, and of another model the start's and its change."""
 
     def drawn(*words: str) -> np.ndarray:
-        seed = abs(hash(words)) % 2**32
-        block = np.random.default_rng(seed).standard_normal(1 << 20, np.float32)
+        source = np.random.default_rng(zlib.crc32(repr(words).encode()))
+        block = source.standard_normal(1 << 20, np.float32)
         return np.resize(block, shape)
 
     made = 0.02 * drawn("start", leaf)
@@ -113,10 +113,10 @@ def main() -> None:
     else:
         out, start = folder / "merged", None
         paths: list = [folder / "a", folder / "b"]
-        row = fj.algorithms.METHODS[asked.way]
-        if isinstance(row.reads, str):
+        model = fj.Model(lambda _, x: x, fj.likelihoods.categorical)
+        if fj.algorithms.make(asked.way, model).link.reads_start:
             start = folder / "start"
-        elif row.reads:
+        if fj.algorithms.METHODS[asked.way].reads == {"fisher": fj.fisher.Diagonal}:
             paths = [(path, folder / f"{path.name}.fisher.safetensors") for path in paths]
         merged = fj.files.merge_files(out, paths, algorithm=asked.way, start=start)
         moved = sum(record.nbytes for record in merged.records)

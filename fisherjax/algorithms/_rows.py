@@ -29,7 +29,6 @@ class Pieces(NamedTuple):
 
     Attributes:
         unit: The smallest piece: an "entry", or a "leaf" in its shape, such as a matrix.
-        start: Whether the method reads the model that clients started from.
         kept: Option with the share of a model's entries that `summarize` keeps; it receives the
             smallest magnitude of those as `local`.
         floor: Option with the least curvature, in units of the leaf's mean, of a method that is a
@@ -37,7 +36,6 @@ class Pieces(NamedTuple):
     """
 
     unit: Literal["entry", "leaf"] = "entry"
-    start: bool = False
     kept: str | None = None
     floor: str | None = None
 

@@ -95,10 +95,11 @@ _SQUARES = "weights and squared gradients"
 _MOMENTS = "without training, moments of the last layer's inputs and class sums"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
-# Rows of methods whose messages files do not hold; rows by least squares; rows of exchanges; and of
-# those that make a model for each client.
+# Rows of methods whose messages files do not hold; by least squares; of changes of the start; of
+# exchanges; and of those that make a model for each client.
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
 _regmean = partial(Row, laws=_LEAST_SQUARES, reads={"grams": dict})
+_change = partial(Row, laws=_CHANGES, reads={}, pieces=Pieces())
 _exchange = partial(Row, laws=("exchange", "frozen"), reads=None)
 _personal = partial(Row, laws=("frozen",), reads=None, gives="model per client")
 
@@ -237,7 +238,7 @@ METHODS: dict[str, Row] = {
         ties,
         ("weights", "empty", "frozen", "order", "shift", "statistics"),
         "trims changes from the model that clients started from",
-        pieces=Pieces(start=True, kept="density"),
+        pieces=Pieces(kept="density"),
     ),
     # The server moves beyond the mean, in proportion to the share of clients that participate.
     "feddyn": Row(
@@ -249,8 +250,8 @@ METHODS: dict[str, Row] = {
         "needs the model that clients started from",
     ),
     # Changes are added to the start with weights that do not sum to one.
-    "task_arithmetic": Row(
-        "Task arithmetic", "Ilharco et al., ICLR 2023", "weights", task_arithmetic, _CHANGES, {}
+    "task_arithmetic": _change(
+        "Task arithmetic", "Ilharco et al., ICLR 2023", "weights", task_arithmetic
     ),
     "dare": Row(
         "DARE",
@@ -260,7 +261,9 @@ METHODS: dict[str, Row] = {
         _CHANGES,
         "drops entries of changes from the model that clients started from",
     ),
-    "iso_c": Row("Iso-C", "Marczak et al., ICML 2025", "weights", iso_c, _CHANGES, {}),
+    "iso_c": _change(
+        "Iso-C", "Marczak et al., ICML 2025", "weights", iso_c, pieces=Pieces(unit="leaf")
+    ),
     "regmean_plus_plus": _regmean(
         "RegMean++",
         "Nguyen et al., 2025",

@@ -125,7 +125,7 @@ def _merge(out: Path, sources: Sources, task: Task) -> Found:
     records = [plain_record(model) for model in models]
     for model in models:
         check_names(repr(str(model.path)), list(model.arrays))
-    needs_start = pieces is not None and pieces.start
+    needs_start = task.method.link.reads_start
     compared = compare(sources, task.unequal, needs_start)
     covered = check_fishers(sources.fishers, models, compared.merged)
     taken = compared.taken | {

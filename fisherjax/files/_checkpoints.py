@@ -117,7 +117,7 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
         FileNotFoundError: If there is no such file.
     """
     if not is_folder(path):
-        return of_file(base.opened(path, limits))
+        return of_file(_model(path, limits))
     path = Path(os.fsdecode(path))
     folder, given = (path.parent, [path.name]) if path.name.endswith(INDEX) else (path, [])
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
@@ -126,16 +126,18 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
     if len(indices) > 1 or (not indices and len(shards) != 1):
         have = f"{len(indices)} indices" if indices else f"{len(shards)} {SHARD} files and no index"
         raise ValueError(
-            f"{str(folder)!r} has {have}; expected one file of weights, or an index such as "
-            f"model{INDEX} that says which array is in which file"
+            f"{str(folder)!r} is a folder with {have}; expected one file of weights, or an index "
+            f"such as model{INDEX} that says which array is in which file"
         )
-    listed = _read_index(folder / indices[0], limits) if indices else dict.fromkeys(shards)
+    listed: dict[str, set[str]] = {name: set() for name in shards}
+    if indices:
+        listed = _read_index(folder / indices[0], limits)
     if missing := [name for name in listed if name not in names]:
         raise ValueError(
             f"{str(folder / indices[0])!r} names the shards {_some(missing)}, which are not in its "
             "folder: download them again"
         )
-    found = [base.opened(_inside(folder, name), limits) for name in listed]
+    found = [_model(_inside(folder, name), limits) for name in listed]
     for file, name in zip(found, listed, strict=True):
         if indices:
             _check_shard(folder / indices[0], name, listed, file)
@@ -156,6 +158,14 @@ def of_file(file: base.Sealed) -> Checkpoint:
     name, shards = file.path.name, {file.path.name: tuple(file.arrays)}
     metadata = {name: file.metadata}
     return Checkpoint(file.path, _stored(file), shards, metadata, "", (), file.nbytes, file.about)
+
+
+def _model(path: Any, limits: Limits) -> base.Sealed:
+    """Open a file that is a plain checkpoint, or a model that a merge wrote."""
+    file = base.opened(path, limits)
+    if (what := file.about.get("what", "model")) != "model":
+        raise ValueError(f"{str(file.path)!r} is a file of {what}; expected one of a model")
+    return file
 
 
 def _stored(file: base.Sealed) -> dict[str, Stored]:

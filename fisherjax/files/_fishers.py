@@ -113,6 +113,7 @@ def save_fisher(
             put(name, array)
 
 
+@shown_errors()
 def open_fisher(path: Any, limits: Limits) -> Fisher:
     """Check a Fisher file, without reading its arrays into memory.
 
@@ -141,7 +142,8 @@ def open_fisher(path: Any, limits: Limits) -> Fisher:
 def _check(file: base.Sealed, limits: Limits) -> dict[str, Any]:
     """Check the description of a Fisher file; return its values, with names of arrays."""
     about = file.about
-    leaves, hashes = about.get("leaves"), about.get("hashes")
+    leaves: Any = about.get("leaves")
+    hashes: Any = about.get("hashes")
     is_sound = (
         isinstance(leaves, dict)
         and leaves
@@ -164,6 +166,9 @@ def _check(file: base.Sealed, limits: Limits) -> dict[str, Any]:
         raise ValueError(f"{str(file.path)!r} holds no Fisher; expected an operator or grams")
     if not isinstance(values[word], FISHERS[word]):
         raise ValueError(f"{str(file.path)!r} holds a {type(values[word]).__name__}; expected one")
+    for name, kind in file.arrays.items():
+        if not jnp.issubdtype(jnp.dtype(kind.dtype), jnp.floating):
+            raise ValueError(f"{str(file.path)!r}: {name} is {kind}; expected floats")
     # Shapes stand in for the arrays, of which nothing is read.
     shapes: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))

@@ -101,6 +101,8 @@ def write_layers(
     curvature = {name: stored.kind for name, stored in plan.fishers[0].arrays.items()}
     records = [
         record._replace(
+            # What is wrong with numbers of a layer, besides those that are not finite, is in it.
+            path=fisher.path,
             arrays={f"params/{x}": _wide(model.arrays[x]) for x in plan.covered} | curvature,
             reader=partial(_whole, model, fisher),
         )
@@ -111,19 +113,21 @@ def write_layers(
     cohort = _layerwise.Cohort(records, plan.weights, left_out, adds)
     # Votes of layers that an earlier process merged are in its notes.
     votes |= {x: np.asarray(y) for x, y in output.notes.items()}
-    left = [
-        part
-        for part in parts
-        if not {*part.values["params"].values()} <= {f"params/{leaf}" for leaf in output.done}
-    ]
-    merged = _layerwise.layer_by_layer(
-        cohort, [(task.method, part) for part in left], task.progress, votes
-    )
-    noted = set(votes)
-    for layer in merged:
-        for name in votes.keys() - noted:
-            output.note(name, votes[name].tolist())
-        noted |= set(votes)
+    for number, part in enumerate(parts):
+        names = [part.names[leaf] for leaf in part.values["params"]]
+        if task.progress is not None:
+            task.progress(", ".join(names), number, len(parts))
+        if output.done.issuperset(names):
+            continue
+        if plan.start is not None:
+            begin = {leaf: plan.start.arrays[leaf] for leaf in names}
+            start = {x: y.whole().astype(_wide(y).dtype) for x, y in begin.items()}
+            cohort = cohort._replace(start=start)
+        found: dict[str, np.ndarray] = {}
+        [layer] = _layerwise.layer_by_layer(cohort, [(task.method, part)], None, found)
+        for name, vote in found.items():
+            output.note(name, vote.tolist())
+        votes |= found
         for leaf, array in layer.items():
             dtype = jnp.dtype(kind_of(compared, records, leaf).dtype)
             output.put(leaf, _cast(leaf, array, dtype))

@@ -119,7 +119,7 @@ def merged_pieces(
 
 
 @partial(jit, static_argnums=0)
-def _sent(method: Algorithm, models: Array, start: Array, local: Any) -> dict[str, Any]:
+def _sent(method: Algorithm, models: Any, start: Any, local: Any) -> dict[str, Any]:
     """Compute what clients send of a piece."""
 
     def summarize(own: Array, local: Any) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _sent(method: Algorithm, models: Array, start: Array, local: Any) -> dict[st
 
 
 @jit
-def _weighted(models: Array, fishers: Array, p: Array, mean: Array, floor: Array) -> Array:
+def _weighted(models: Any, fishers: Any, p: Any, mean: Any, floor: Any) -> Array:
     """Average entries with the weights p_i F_ij, or p_i where their sum is below the floor."""
     # In units of the leaf's mean, so that products stay in range.
     votes = p[:, None] * (fishers * jnp.where(mean > 0, 1 / mean, 0))
@@ -196,7 +196,7 @@ def find_nonfinite(plan: Plan) -> dict[str, str]:
     for number, model in enumerate(plan.models):
         named = [(f"params/{leaf}", model.arrays[leaf]) for leaf in plan.leaves]
         for fisher in plan.fishers[number : number + 1]:
-            named += [(f"fisher/{leaf}", _entries(fisher, leaf)) for leaf in plan.leaves]
+            named += list(fisher.arrays.items())
         for name, stored in named:
             if not all(map(_is_finite, _ahead(pieces_of(stored)))):
                 found[str(model.path)] = name
@@ -220,12 +220,6 @@ def _read(plan: Plan, leaf: str) -> Iterator[Read]:
         models = [_piece(x.arrays[leaf], where, x.path, f"params/{leaf}", w) for x, w in each]
         each = zip(plan.fishers, plan.weights, strict=False)
         fishers = [_piece(_entries(x, leaf), where, x.path, f"fisher/{leaf}", w) for x, w in each]
-        for fisher, found in zip(plan.fishers, fishers, strict=True):
-            if (found < 0).any():
-                raise ValueError(
-                    f"{str(fisher.path)!r} has a Fisher that is not symmetric positive "
-                    f"semi-definite: {leaf}"
-                )
         start = None
         if begin is not None and plan.start is not None:
             start = _piece(begin, where, plan.start.path, leaf, 1.0)
@@ -238,20 +232,30 @@ def _piece(
     if weight == 0:
         return np.zeros(where[1], stored.kind.dtype)
     found = stored.read(*where)
-    if not _is_finite(found):
+    _check_finite(found, path, name)
+    return found
+
+
+def _check_finite(piece: np.ndarray, path: Path, name: str) -> None:
+    if not _is_finite(piece):
         raise ValueError(
             f"{str(path)!r} is not finite: {name}. The client diverged: train it with a smaller "
             "learning rate, or leave it out with on_nonfinite='drop' (--on-nonfinite drop)."
         )
-    return found
 
 
 def mean_curvatures(plan: Plan, leaf: str) -> np.ndarray:
     """Compute the mean over a leaf of each Fisher, zero for a model without weight."""
     means = np.zeros(len(plan.fishers))
     for place, (fisher, weight) in enumerate(zip(plan.fishers, plan.weights, strict=True)):
-        stored = _entries(fisher, leaf)
+        stored, name = _entries(fisher, leaf), f"fisher/{leaf}"
         for piece in _ahead(pieces_of(stored)) if weight > 0 else ():
+            _check_finite(piece, fisher.path, name)
+            if (piece < 0).any():
+                raise ValueError(
+                    f"{str(fisher.path)!r} has a Fisher that is not symmetric positive "
+                    f"semi-definite: {leaf}"
+                )
             means[place] += piece.astype(np.float32).sum(dtype=np.float64) / stored.size
     return means
 

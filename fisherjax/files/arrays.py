@@ -138,7 +138,7 @@ def load_arrays(
         )
         for name, place in places.items()
     }
-    _check_same(arrays, expected, cast, path)
+    _check_same(arrays, expected, cast, Path(os.fsdecode(path)))
     # By name: another program may have written the arrays in another order.
     return jax.tree.unflatten(
         jax.tree.structure(like),

@@ -182,9 +182,9 @@ def merge_files(
         # Decoded uploads are merged like all others, so that there is one way to merge. Decoded
         # files may have longer headers and names than their uploads.
         how["limits"] = limits._replace(header=1 << 62, name=1 << 62)
-        with decoded_files(found, start, out.parent, limits) as ready:
+        with decoded_files(found, start, out.parent, limits) as decoded:
             given = {"algorithm": algorithm, "weights": weights, "start": start} | how
-            merged = merge_files(out, ready, **given, **options)
+            merged = merge_files(out, decoded, **given, **options)
         return merged._replace(records=tuple(records))
     abstract = common(records, specs, name)
     statistics = {leaf: f"{STATISTICS}/{leaf}" for leaf in records[0].statistics}
