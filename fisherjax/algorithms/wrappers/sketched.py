@@ -157,12 +157,21 @@ def _sketched(terms: int, seed: int, fisher: Kronecker, params: Params, weights:
     fisher, params = jax.tree.map(lambda x: x.astype(dtype), present)
     blocks = jax.vmap(Kronecker.blocks)(fisher, params)
     columns, rows = {}, {}
-    for number, (name, factor) in enumerate(fisher.factors.items()):
+
+    def sketch(number: int, factor: dict[str, Array]) -> tuple[Array, Array]:
         u, v = (jax.vmap(_packed)(factor[side]) for side in ("input", "output"))
         left, right = _projections(seed, number, terms, factor)
         weighted = u * weights.astype(dtype)[:, None]
-        columns[name] = _product(weighted.T, _product(v, right.T))
-        rows[name] = _product(_product(weighted, left.T).T, v)
+        return (
+            _product(weighted.T, _product(v, right.T)),
+            _product(_product(weighted, left.T).T, v),
+        )
+
+    for number, (name, factor) in enumerate(fisher.factors.items()):
+        one = partial(sketch, number)
+        # Each group of a layer, the axis behind the clients, has sketches of its own.
+        grouped = factor["output"].ndim == 4
+        columns[name], rows[name] = jax.vmap(one, 1)(factor) if grouped else one(factor)
     added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks), blocks)
     entries, product, mean = tree.weighted_sum(added, weights)
     known = weights.sum(), fisher.layers, fisher.template
@@ -181,7 +190,10 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
         number_of_terms = columns.shape[-1]
         # The operator depends on the range of Y, not on its scale.
         shape = sums.mean[name].shape
-        factors[name] = _terms(seed, number, shape, columns, mean(sums.rows[name]))
+        of_group = partial(_terms, seed, number, shape[-2:])
+        # The groups of a layer are behind the terms.
+        of_layer = jax.vmap(of_group, out_axes=1) if len(shape) == 3 else of_group
+        factors[name] = of_layer(columns, mean(sums.rows[name]))
 
     def first(entries: Array) -> Array:
         rest = jnp.zeros((number_of_terms - 1, *entries.shape), entries.dtype)
