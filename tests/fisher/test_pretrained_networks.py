@@ -73,7 +73,8 @@ def adapted(p, tokens):
     for name in ("query", "value"):
         change = 2.0 * (p[f"{name}.b"] @ p[f"{name}.a"])
         changed[f"{name}.weight"] = BASE[f"{name}.weight"] + change
-    return bert(BASE | changed | {"head": p["head"]}, tokens)
+    fixed = jax.tree.map(jnp.asarray, BASE)
+    return bert(fixed | changed | {"head": p["head"]}, tokens)
 
 
 def adapters():

@@ -38,7 +38,7 @@ class Sketches:
     """Sums over clients with weights w_i, from which the server recovers its operator.
 
     Vectors u and v hold the triangles of A and G, off-diagonal entries times sqrt(2), or the
-    diagonal of an A that is diagonal.
+    diagonal of an A that is diagonal. A layer with groups has sketches of each, on a leading axis.
 
     Attributes:
         columns: Y = sum_i w_i u_i (v_i^T Omega), [size of u, k], by layer.
