@@ -85,7 +85,7 @@ def move(equation: Any, value: Any) -> Any:
     if name == "transpose" and isinstance(value, Scaled):
         return value._replace(value=moved(value.value))
     if name == "transpose" and isinstance(value, Product):
-        swapped = Product(value.right, value.left, value.axes[::-1], value.how)
+        swapped = Product(value.right, value.left, (value.axes[1], value.axes[0]), value.how)
         return swapped if equation.params["permutation"] == (1, 0) else value
     return None
 

@@ -84,7 +84,7 @@ def matrix(layer: Layer, leaves: Mapping[str, AnyArray]) -> Array:
     """
     kernel = _slice(leaves[layer.leaf], layer).reshape(layer.shape)
     # [kh, kw, cin, n, o] -> [n, kh * kw * cin, o].
-    rows = kernel.transpose(_order(layer)).reshape(*layer.stack, layer.rows, layer.columns)
+    rows = jnp.transpose(kernel, _order(layer)).reshape(*layer.stack, layer.rows, layer.columns)
     if layer.bias is None:
         return rows
     bias = _slice(leaves[layer.bias], layer).reshape(*layer.stack, 1, layer.columns)
@@ -99,8 +99,9 @@ def unpack(layer: Layer, value: AnyArray) -> dict[str, Array]:
     order = _order(layer)
     kernel = value[..., :-1, :] if layer.bias else value
     kernel = kernel.reshape([layer.shape[axis] for axis in order])
-    leaves = {layer.leaf: kernel.transpose(sorted(range(len(order)), key=order.__getitem__))}
-    return leaves | ({layer.bias: value[..., -1, :].ravel()} if layer.bias else {})
+    back = sorted(range(len(order)), key=order.__getitem__)
+    leaves = {layer.leaf: jnp.transpose(kernel, back)}
+    return leaves | ({layer.bias: jnp.ravel(value[..., -1, :])} if layer.bias else {})
 
 
 def _order(layer: Layer) -> list[int]:

@@ -36,7 +36,7 @@ def read_network(
     apply: Apply,
     params: Params,
     inputs: Inputs,
-    read: Callable[[Flat], uses.Reading] = uses.read,
+    read: Callable[..., uses.Reading] = uses.read,
     *,
     keep_loops: bool = False,
 ) -> tuple[Flat, uses.Reading]:

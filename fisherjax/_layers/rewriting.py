@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fisherjax._core import checks
 from fisherjax._layers.computed import (
     Concatenated,
     Product,
@@ -64,7 +65,7 @@ def rewrite(equation: Any, operands: Sequence[Value]) -> list[Value] | None:
 def _compute(equation: Any, values: list[Any], origins: list[int]) -> Any:
     """Return the expression of an equation of params, or None if it is of another kind."""
     name, shapes = equation.primitive.name, [v.aval.shape for v in equation.invars]
-    if name == "dynamic_slice" and not any(isinstance(x, jax.core.Tracer) for x in values[1:]):
+    if name == "dynamic_slice" and not checks.is_traced(values[1:]):
         sizes = equation.params["slice_sizes"]
         # Like JAX, which moves a slice that would end outside.
         ends = zip(values[1:], shapes[0], sizes, strict=True)
@@ -106,7 +107,7 @@ def _compute(equation: Any, values: list[Any], origins: list[int]) -> Any:
         (left, right), batched = equation.params["dimension_numbers"]
         is_plain = [len(shape) for shape in shapes] == [2, 2] and len(left) == 1
         if is_plain and batched == ((), ()) and min(origins) == PARAMS:
-            return Product(*values, (*left, *right), equation.params)
+            return Product(values[0], values[1], (left[0], right[0]), equation.params)
     return None
 
 
@@ -154,11 +155,11 @@ def _multiply_by_product(equation: Any, x: Array, weight: Product, side: int) ->
 
 def _multiply_by_parts(equation: Any, x: Array, weight: Concatenated, side: int) -> Any:
     place, along = _axes_of_parts(equation, weight.axis, side)
-    if place is None and along is None:
-        return _multiply(equation, x, evaluate(weight), side)
     if place is not None:
         parts = [_multiply(equation, x, part, side) for part in weight.parts]
         return Concatenated(tuple(parts), place)
+    if along is None:
+        return _multiply(equation, x, evaluate(weight), side)
     pieces = _cut(x, [part.shape[weight.axis] for part in weight.parts], along)
     both = zip(pieces, weight.parts, strict=True)
     return reduce(jax.lax.add, [_multiply(equation, *pair, side) for pair in both])

@@ -147,7 +147,7 @@ def _cosines(compared: Any) -> Array:
     return inner / jnp.where(norms > 0, norms, 1)[:, None] / jnp.where(norms > 0, norms, 1)
 
 
-def _product(arrays: tuple[Array, ...]) -> tuple[Array, Array]:
+def _product(arrays: tuple[Array, ...]) -> tuple[Any, Any]:
     """Return the sizes [K] of products of stacked arrays, and their inner products in these."""
     return math.prod(map(_size, arrays)), math.prod(map(_inner, arrays))
 

@@ -63,7 +63,8 @@ def kfac(
     with a the layer's inputs at output location t (and a trailing 1 if it has a bias) and g the
     gradients with respect to its pre-activations, in at least float32. Layers are dense and
     convolution layers of any layout, attention projections, embeddings (a is one-hot, and A is
-    diagonal) and position tables. Scales and shifts of normalisations have exact 2 x 2 blocks. The
+    diagonal) and position tables. A layer with groups, such as a depthwise convolution, has factors
+    for each group. Scales and shifts of normalisations have exact 2 x 2 blocks. The
     factors are exact for one example and one location. If a leaf is used several times, then each
     use counts as further locations. A leaf that is used as it is and transposed, as embedding and
     head, has one pair of factors, with the trace of both uses.
@@ -95,7 +96,7 @@ def kfac(
 
     Raises:
         ValueError: If a leaf belongs to no layer and `fallback` is None; the message has its name
-            and the reason (grouped convolutions, running statistics, loops). If the model has
+            and the reason (normalised kernels, running statistics, loops). If the model has
             `positions`, and a layer has several locations that are not these positions. And the
             errors of `fisher.diagonal`.
 

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -209,12 +209,12 @@ def _shifted_sum(lhs: Array, rhs: Array, how: _How) -> Array:
     wide = jnp.promote_types(dtype, jnp.float32)
     images = jnp.repeat(lhs, rhs.shape[3] // lhs.shape[3], axis=3)
     rows = _places(_padded(images, how.padding), 1, rhs.shape[0], how.window_strides[0])
-    y = sum(
+    parts = (
         image.astype(wide) * rhs[i, j, 0].astype(wide)
         for i, row in enumerate(rows)
         for j, image in enumerate(_places(row, 2, rhs.shape[1], how.window_strides[1]))
     )
-    return y.astype(dtype)
+    return reduce(jnp.add, parts).astype(dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(2,))

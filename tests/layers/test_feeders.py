@@ -273,7 +273,6 @@ CHANGED = {
         "repeated",
     ),
     "rearranged": (then(lambda z: z.reshape(len(z), 3, 1)), HEAD, "3 outputs"),
-    "kernel times two": (lambda p, x: body(p, x) @ (2 * p["V"]), HEAD, "'V' .it is multiplied"),
     "one position's mean": (lambda p, x: head(p, x[:, None]).mean(1), HEAD, "mean over axes"),
 }
 OF_SEQUENCES = {

@@ -43,8 +43,35 @@ def normalized(h):
     return (h - h.mean(-1, keepdims=True)) / jnp.sqrt(h.var(-1, keepdims=True) + 1e-5)
 
 
+def states(x):
+    return jnp.zeros((len(x), 3)), jnp.zeros((len(x), 3))
+
+
+def lstm(p, state, x):
+    """One step as flax's OptimizedLSTMCell computes it: one product for all gates."""
+    c, h = state
+    kernels, inputs, biases = (jnp.concatenate([p[k + g] for g in "ifgo"], -1) for k in "hkb")
+    i, f, g, o = (
+        a + b
+        for a, b in zip(
+            jnp.split(h @ kernels + biases.reshape(1, -1), 4, -1),
+            jnp.split(x @ inputs, 4, -1),
+            strict=True,
+        )
+    )
+    c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+    return c, jax.nn.sigmoid(o) * jnp.tanh(c)
+
+
+def scores(x, bias):
+    """Attention scores [B, heads, L, L] with a bias for each pair of positions, as in T5."""
+    heads = x[:, :, : len(bias)].transpose(0, 2, 1)[..., None]
+    return jnp.tanh(heads * (x @ x.swapaxes(1, 2))[:, None] + bias[None]).sum((1, 3))
+
+
 # name: (apply(params, inputs), shapes of params, shape of inputs, the kernels that are layers)
 B, L = 5, 5  # as many positions as examples, so that mistaking their axes goes unnoticed by shapes
+DIFFERENCES = np.arange(L)[:, None] - np.arange(L) + L - 1
 NETWORKS = {
     "dense": (lambda p, x: jnp.tanh(x @ p["w"]), {"w": (4, 3)}, (B, 4), ["w"]),
     "dense with bias": (
@@ -274,12 +301,6 @@ NETWORKS = {
         ["s"],
     ),
     "scale times itself": (lambda p, x: jnp.tanh((p["s"] * p["s"]) * x), {"s": (4,)}, (B, 4), []),
-    "examples and positions in one axis": (
-        lambda p, x: jnp.tanh(x.reshape(-1, 4) @ p["w"]).reshape(-1, L, 3).sum(1),
-        {"w": (4, 3)},
-        (B, L, 4),
-        [],
-    ),
     "contracted over positions": (
         lambda p, x: jnp.tanh(jnp.einsum("bli,lo->bio", x, p["w"])).sum(1),
         {"w": (L, 3)},
@@ -468,18 +489,212 @@ NETWORKS = {
             [],
         )
         for name, change in {
-            "equalising": lambda w: w * 0.5**0.5,
             "mask": lambda w: w * jnp.tri(4, 3),
             "standardising": lambda w: (w - w.mean(0)) / w.std(0),
             "weight norm": lambda w: w / jnp.linalg.norm(w, axis=0),
         }.items()
     },
-    "images of a sequence": (
-        lambda p, x: flat(lax_conv(x.reshape(-1, 4, 4, 1), p["k"]).reshape(len(x), -1)),
-        {"k": (3, 3, 1, 2)},
-        (B, 2, 4, 4, 1),
-        [],
+    # A matrix for each group of inputs.
+    "grouped convolution with strides and a bias": (
+        lambda p, x: flat(
+            nn.conv_general_dilated(
+                *(x, p["k"], (2, 1), "SAME"), dimension_numbers=NHWC, feature_group_count=2
+            )
+            + p["b"]
+        ),
+        {"k": (3, 2, 2, 6), "b": (6,)},
+        (B, 5, 4, 4),
+        ["k"],
     ),
+    "depthwise convolution, channels first": (
+        lambda p, x: flat(
+            lax_conv(x, p["k"], ("NCHW", "OIHW", "NCHW"), "SAME", feature_group_count=3)
+            + p["b"][:, None, None]
+        ),
+        {"k": (3, 1, 3, 3), "b": (3,)},
+        (B, 3, 4, 5),
+        ["k"],
+    ),
+    "dilated depthwise convolution with two outputs a channel": (
+        lambda p, x: flat(
+            lax.conv_general_dilated(
+                *(x, p["k"], (1,), "SAME"),
+                rhs_dilation=(2,),
+                dimension_numbers=("NHC", "HIO", "NHC"),
+                feature_group_count=3,
+            )
+        ),
+        {"k": (3, 1, 6)},
+        (B, 7, 3),
+        ["k"],
+    ),
+    "stack of depthwise convolutions": (
+        lambda p, x: lax.scan(
+            lambda h, k: (jnp.tanh(lax_conv(h, k, padding="SAME", feature_group_count=2)), None),
+            x,
+            p["k"],
+        )[0].reshape(len(x), -1),
+        {"k": (2, 3, 3, 1, 2)},
+        (B, 3, 4, 2),
+        ["k[0]", "k[1]"],
+    ),
+    "a matrix for each group": (
+        lambda p, x: jnp.tanh(jnp.einsum("blgi,gio->blgo", x, p["w"]) + p["b"]).reshape(len(x), -1),
+        {"w": (3, 4, 2), "b": (3, 2)},
+        (B, 2, 3, 4),
+        ["w"],
+    ),
+    "a matrix for each group, groups behind outputs": (
+        lambda p, x: jnp.tanh(jnp.einsum("bgi,iog->bgo", x, p["w"]) + p["b"]).reshape(len(x), -1),
+        {"w": (4, 2, 3), "b": (3, 2)},
+        (B, 3, 4),
+        ["b", "w"],
+    ),
+    # Examples share an axis with positions.
+    **{
+        f"examples and positions in one axis, {name}": (apply, shapes, shape, kernels)
+        for name, (apply, shapes, shape, kernels) in {
+            "dense": (
+                lambda p, x: jnp.tanh(x.reshape(-1, 4) @ p["w"] + p["b"]).reshape(-1, L, 3).sum(1),
+                {"w": (4, 3), "b": (3,)},
+                (B, L, 4),
+                ["w"],
+            ),
+            "positions first": (
+                lambda p, x: (
+                    jnp.tanh(x.swapaxes(0, 1).reshape(-1, 4) @ p["w"]).reshape(L, -1, 3).sum(0)
+                ),
+                {"w": (4, 3)},
+                (B, L, 4),
+                ["w"],
+            ),
+            "normalised": (
+                lambda p, x: jnp.tanh(normalized(x.reshape(-1, 4)) * p["s"] + p["b"]).reshape(
+                    -1, L * 4
+                ),
+                {"s": (4,), "b": (4,)},
+                (B, L, 4),
+                ["s"],
+            ),
+            "looked up": (
+                lambda p, x: jnp.tanh(p["e"][ids(x).ravel()]).reshape(*x.shape, 3).sum(1),
+                {"e": (6, 3)},
+                (B, L),
+                ["e"],
+            ),
+            "images": (
+                lambda p, x: flat(
+                    (lax_conv(x.reshape(-1, 4, 4, 1), p["k"]) + p["b"]).reshape(len(x), -1)
+                ),
+                {"k": (3, 3, 1, 2), "b": (2,)},
+                (B, 2, 4, 4, 1),
+                ["k"],
+            ),
+        }.items()
+    },
+    # Kernels that are computed from several leaves.
+    **{
+        f"kernel computed, {name}": (apply, shapes, (B, 4), sorted(kernels))
+        for name, (apply, shapes, kernels) in {
+            "concatenated outputs": (
+                lambda p, x: jnp.tanh(
+                    x @ jnp.concatenate([p["v"], p["w"]], 1) + jnp.concatenate([p["b"], p["c"]])
+                ),
+                {"v": (4, 2), "w": (4, 3), "b": (2,), "c": (3,)},
+                "vw",
+            ),
+            "concatenated inputs": (
+                lambda p, x: jnp.tanh(jnp.concatenate([p["v"], p["w"]]).T @ x.T).T,
+                {"v": (1, 3), "w": (3, 3)},
+                "vw",
+            ),
+            "stacked": (
+                lambda p, x: jnp.tanh(
+                    jnp.einsum("bi,kio->bko", x, jnp.stack([p["v"], p["w"]]))
+                ).sum(1),
+                {"v": (4, 2), "w": (4, 2)},
+                "vw",
+            ),
+            "an adapter beside a kernel": (
+                lambda p, x: jnp.tanh(x @ p["w"] + 0.5 * ((x @ p["a"]) @ p["c"])),
+                {"w": (4, 3), "a": (4, 2), "c": (2, 3)},
+                "acw",
+            ),
+            "an adapter in a kernel": (
+                lambda p, x: jnp.tanh(x @ (p["w"] + (p["a"] @ p["c"]) * 0.5)),
+                {"w": (4, 3), "a": (4, 2), "c": (2, 3)},
+                "acw",
+            ),
+            "an adapter in a fixed kernel, as PyTorch has it": (
+                lambda p, x: jnp.tanh(x @ (jnp.ones((3, 4)) + 2.0 * (p["c"] @ p["a"])).T + p["b"]),
+                {"a": (2, 4), "c": (3, 2), "b": (3,)},
+                "abc",
+            ),
+            "three factors": (
+                lambda p, x: jnp.tanh(((p["u"] @ p["v"] @ p["w"]).T @ x.T).T),
+                {"u": (4, 2), "v": (2, 3), "w": (3, 5)},
+                "uvw",
+            ),
+            "equalising": (
+                lambda p, x: jnp.tanh(x @ (p["w"] * 0.5**0.5) + p["b"]),
+                {"w": (4, 3), "b": (3,)},
+                "w",
+            ),
+            "divided": (lambda p, x: jnp.tanh(x @ (p["w"] / 3)), {"w": (4, 3)}, "w"),
+            "times a leaf": (
+                lambda p, x: jnp.tanh(x @ (p["s"] * p["w"])),
+                {"w": (4, 3), "s": ()},
+                "sw",
+            ),
+            "two biases": (
+                lambda p, x: jnp.tanh(x @ p["w"] + (p["b"] + p["c"])),
+                {"w": (4, 3), "b": (3,), "c": (3,)},
+                "wc",
+            ),
+        }.items()
+    },
+    "concatenated kernels of an LSTM": (
+        lambda p, x: lax.scan(lambda s, x: (lstm(p, s, x), None), states(x), x.swapaxes(0, 1))[0][
+            1
+        ],
+        {k + g: (3 if k == "h" else 2, 3) for g in "ifgo" for k in "hk"}
+        | {f"b{g}": (3,) for g in "ifgo"},
+        (B, 3, 2),
+        sorted(k + g for g in "ifgo" for k in "hk"),
+    ),
+    # Tables that are added after a lookup by constants.
+    **{
+        f"table, {name}": (apply, shapes, (B, L, 4), sorted(shapes))
+        for name, (apply, shapes) in {
+            "by [1, L]": (
+                lambda p, x: jnp.tanh(x + p["t"][jnp.arange(L)[None]]).sum(1),
+                {"t": (L + 2, 4)},
+            ),
+            "by a slice": (
+                lambda p, x: jnp.tanh(x + lax.dynamic_slice_in_dim(p["t"], 1, L)).sum(1),
+                {"t": (L + 2, 4)},
+            ),
+            "by differences of positions": (
+                lambda p, x: scores(x, p["t"][DIFFERENCES].transpose(2, 1, 0)),
+                {"t": (2 * L - 1, 2)},
+            ),
+            "by differences in a line, one head": (
+                lambda p, x: scores(
+                    x, p["t"][DIFFERENCES.ravel()].reshape(L, L, -1).transpose(2, 0, 1)
+                ),
+                {"t": (2 * L - 1, 1)},
+            ),
+            "one row of it": (lambda p, x: jnp.tanh(x + p["t"][1]).sum(1), {"t": (3, 4)}),
+            "with a row of another": (
+                lambda p, x: jnp.tanh(x + (p["t"][:L] + p["u"][0])[None]).sum(1),
+                {"t": (L + 1, 4), "u": (2, 4)},
+            ),
+            "two side by side": (
+                lambda p, x: jnp.tanh(x + jnp.concatenate([p["t"], p["u"]])).sum(1),
+                {"t": (2, 4), "u": (L - 2, 4)},
+            ),
+        }.items()
+    },
 }
 
 
@@ -549,8 +764,8 @@ def summed(seen, tangents):
     every = zip(seen.layers, seen.activations, tangents, strict=True)
     for layer, a, g in sorted(every, key=lambda one: one[0].index):
         if layer.form == "table":
-            a = jax.nn.one_hot(a, layer.rows)
-        value = g if layer.form == "scale" else jnp.einsum("nta,nto->nao", a, g)
+            a = jax.nn.one_hot(a, layer.rows, dtype=g.dtype)
+        value = g if layer.form == "scale" else jnp.einsum("nt...a,nt...o->n...ao", a, g)
         for name, leaf in jax.vmap(partial(layers.unpack, layer))(value).items():
             if layer.index:
                 gradients.setdefault(name, []).append(leaf)

@@ -153,6 +153,11 @@ KEPT = {
         )[0],
         KERNEL,
     ),
+    "grouped convolutions": Case(
+        lambda p, x: blocks(lambda h, q: jnp.tanh(conv(h, q["k"], 2)))(p, x).mean((1, 2)),
+        {"k": draw(3, L, 3, 3, 1, 2)},
+        IMAGES,
+    ),
 }
 
 UNROLLED = {
@@ -195,11 +200,6 @@ UNROLLED = {
     "one block": Case(blocks(dense), jax.tree.map(lambda v: v[:1], DENSE)),
     "stacks of stacks": Case(
         blocks(lambda h, q: blocks(dense)(q, h)), {"w": draw(3, L, 2, D, D), "b": draw(4, L, 2, D)}
-    ),
-    "grouped convolutions": Case(
-        lambda p, x: blocks(lambda h, q: jnp.tanh(conv(h, q["k"], 2)))(p, x).mean((1, 2)),
-        {"k": draw(3, L, 3, 3, 1, 2)},
-        IMAGES,
     ),
 }
 

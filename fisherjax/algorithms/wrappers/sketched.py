@@ -43,7 +43,7 @@ class Sketches:
     """Sums over clients with weights w_i, from which the server recovers its operator.
 
     Vectors u and v hold the triangles of A and G, off-diagonal entries times sqrt(2), or the
-    diagonal of an A that is diagonal.
+    diagonal of an A that is diagonal. A layer with groups has sketches of each, on a leading axis.
 
     Attributes:
         columns: Y = sum_i w_i u_i (v_i^T Omega), [size of u, k], by layer.
@@ -169,12 +169,21 @@ def _sketched(
     fisher, params = jax.tree.map(lambda x: x.astype(dtype), present)
     blocks = jax.vmap(Kronecker.blocks)(fisher, params)
     columns, rows = {}, {}
-    for number, (name, factor) in enumerate(fisher.factors.items()):
+
+    def sketch(number: int, factor: dict[str, Array]) -> tuple[Array, Array]:
         u, v = (jax.vmap(_packed)(factor[side]) for side in ("input", "output"))
         left, right = _projections(seed, number, terms, factor)
         weighted = u * weights.astype(dtype)[:, None]
-        columns[name] = _product(weighted.T, _product(v, right.T))
-        rows[name] = _product(_product(weighted, left.T).T, v)
+        return (
+            _product(weighted.T, _product(v, right.T)),
+            _product(_product(weighted, left.T).T, v),
+        )
+
+    for number, (name, factor) in enumerate(fisher.factors.items()):
+        one = partial(sketch, number)
+        # Each group of a layer, the axis behind the clients, has sketches of its own.
+        grouped = factor["output"].ndim == 4
+        columns[name], rows[name] = jax.vmap(one, 1)(factor) if grouped else one(factor)
     added = (fisher.entries, jax.vmap(Kronecker.block_mv)(fisher, blocks))
     entries, product = tree.weighted_sum(added, weights)
     mean, weight = (plain_sum if plain else weighted_sum)(blocks, weights)
@@ -194,7 +203,10 @@ def _recovered(seed: int, sums: Sketches) -> Sums:
         number_of_terms = columns.shape[-1]
         # The operator depends on the range of Y, not on its scale.
         shape = sums.mean[name].shape
-        factors[name] = _terms(seed, number, shape, columns, mean(sums.rows[name]))
+        of_group = partial(_terms, seed, number, shape[-2:])
+        # The groups of a layer are behind the terms.
+        of_layer = jax.vmap(of_group, out_axes=1) if len(shape) == 3 else of_group
+        factors[name] = of_layer(columns, mean(sums.rows[name]))
 
     def first(entries: Array) -> Array:
         rest = jnp.zeros((number_of_terms - 1, *entries.shape), entries.dtype)
