@@ -1,12 +1,14 @@
 """Merge clients' adapters by their products, in the metric of the layers' Kronecker factors."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
 from fisherjax import quadratic, solvers, tree
 from fisherjax._core import checks, linalg
+from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
 from fisherjax._upload_checks import check_not_all_zero, check_weights
 from fisherjax.adapters import base
@@ -81,12 +83,12 @@ def merge(
     known = check_weights(weights, len(adapters))
     check_not_all_zero(known)
     shared = jnp.asarray(shares(known), float)
-    how = shared, damping, solvers.conjugate_gradients() if solver is None else solver
+    solve = solvers.conjugate_gradients() if solver is None else solver
     merged = {}
     for name in names:
         layer = [client.get(name) for client in adapters]
         held = None if factors is None else [client.get(name) for client in factors]
-        merged[name] = _merge_layer(layer, held, sizes.get(name), *how)
+        merged[name] = _merge_layer(sizes.get(name), solve, layer, held, shared, damping)
     return merged
 
 
@@ -125,13 +127,14 @@ def _mean(matrices: Sequence[Array], weights: Sequence[Scalar] | Array) -> Array
     return tree.weighted_sum(jnp.stack(matrices), jnp.asarray(weights))
 
 
+@partial(jit, static_argnums=(0, 1))
 def _merge_layer(
+    rank: int | None,
+    solver: Solver,
     layer: Sequence[Adapter | None],
     factors: Sequence[Factors | None] | None,
-    rank: int | None,
     weights: Array,
     damping: Scalar,
-    solver: Solver,
 ) -> Adapter:
     present = [(x, w) for x, w in zip(layer, weights, strict=True) if x is not None]
     mean = base.weighted_sum(*zip(*present, strict=True))
