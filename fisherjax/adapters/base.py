@@ -15,6 +15,9 @@ from fisherjax._core.compiler import jit
 from fisherjax.fisher.operators import PRECISION, widen
 from fisherjax.typing import AnyArray, Array, Scalar
 
+Factors = Mapping[str, Array]
+"""Kronecker factors of a layer, {"input": A [inputs, inputs], "output": G [outputs, outputs]}."""
+
 
 class Adapter(NamedTuple):
     """A low-rank change of a layer's matrix V [inputs, outputs], V + scale * (B A)^T.

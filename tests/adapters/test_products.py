@@ -82,17 +82,26 @@ def metric(factor, size):
     return vectors * np.sqrt(np.maximum(values, 0)) @ vectors.T
 
 
+def blocks(factors, name):
+    """Each client's share of the dense Kronecker products."""
+    for share, x in zip(SHARES, factors, strict=True):
+        output = np.asarray(x[name].get("output", np.eye(OUTPUTS)), np.float64)
+        yield share * np.kron(np.asarray(x[name]["input"], np.float64), output)
+
+
+def matrix_of(factors, name, damping):
+    system = sum(blocks(factors, name))
+    return system + damping * np.trace(system) / len(system) * np.eye(len(system))
+
+
 def solution(clients, factors, name, damping):
     """The minimum of the quadratic, as one dense system."""
     changes = [dense(x[name]) if name in x else np.zeros((INPUTS, OUTPUTS)) for x in clients]
-    system, rhs = 0, 0
-    for share, change, x in zip(SHARES, changes, factors, strict=True):
-        output = np.asarray(x[name].get("output", np.eye(OUTPUTS)), np.float64)
-        block = share * np.kron(np.asarray(x[name]["input"], np.float64), output)
-        system, rhs = system + block, rhs + block @ change.ravel()
-    shift = damping * np.trace(system) / len(system)
+    pairs = zip(blocks(factors, name), changes, strict=True)
+    rhs = sum(block @ change.ravel() for block, change in pairs)
     mean = sum(share * change.ravel() for share, change in zip(SHARES, changes, strict=True))
-    system = system + shift * np.eye(len(system))
+    system = matrix_of(factors, name, damping)
+    shift = (system - matrix_of(factors, name, 0.0))[0, 0]
     return np.linalg.solve(system, rhs + shift * mean).reshape(INPUTS, OUTPUTS)
 
 
@@ -158,6 +167,31 @@ def test_factors_weigh_the_changes_as_the_dense_quadratic_does(choose, tolerance
         merged = adapters.merge(clients, WEIGHTS, held, damping=damping, solver=EXACT)
         for name in RANKS:
             close(dense(merged[name]), solution(clients, held, name, damping), tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("x64")
+def test_in_the_span_of_the_factors_the_solution_is_the_best_one():
+    """That is the Galerkin solution, from dense bases; its rank is that of all adapters."""
+    clients, factors = draw(seed=7)
+    # The third has the second's inputs, so that the stacked A has less than its nine rows.
+    clients[2]["one"] = clients[2]["one"]._replace(a=clients[1]["one"].a[:3])
+    how = {"factors": factors, "damping": 0.3, "in_span": True, "solver": EXACT}
+    found = adapters.merge(clients, WEIGHTS, **how)["one"]
+    rows = np.concatenate([x["one"].a for x in clients[:2]])
+    columns = np.concatenate([x["one"].b for x in clients], axis=1)
+    v, u = np.linalg.qr(rows.T)[0], np.linalg.svd(columns)[0]
+    span = np.kron(v, u)
+    best, system = solution(clients, factors, "one", 0.3), matrix_of(factors, "one", 0.3)
+    core = np.linalg.solve(span.T @ system @ span, span.T @ system @ best.ravel())
+    close(dense(found), (span @ core).reshape(INPUTS, OUTPUTS), 1e-8)
+    # Where the adapters span all, it is the solution itself.
+    wide = [{"one": x["one"]} for x in draw(seed=8)[0]]
+    merge = partial(adapters.merge, wide, WEIGHTS, factors, solver=EXACT)
+    close(dense(merge(in_span=True)["one"]), dense(merge()["one"]), 1e-8)
+    # A change of gauge changes nothing.
+    others = [change_gauge(client, seed) for seed, client in enumerate(clients)]
+    close(dense(adapters.merge(others, WEIGHTS, **how)["one"]), dense(found), 1e-8)
 
 
 def test_without_output_factors_the_rank_does_not_grow():
