@@ -46,8 +46,8 @@ def attach(
         trains A and B only.
 
     Raises:
-        ValueError: If there is no target, one is no leaf, a leaf has other than two axes, or rank or
-            alpha is not positive.
+        ValueError: If there is no target, one is no leaf, a leaf has other than two axes, or rank
+            or alpha is not positive.
 
     Example:
         >>> import fisherjax as fj
