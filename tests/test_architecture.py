@@ -89,7 +89,7 @@ BUILT = {  # folders whose files build on one another
         *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
-    "adapters": ["base", "_evaluation", "merge", "network", "methods"],
+    "adapters": ["base", "_checks", "_evaluation", "merge", "network", "methods"],
     "files": [
         *("_shown", "_paths", "_limits", "base", "_archive", "_pickles", "_torch"),
         *("_places", "_checkpoints", "arrays"),

@@ -7,8 +7,17 @@ given. `attach` makes a network whose base is frozen and whose adapters are trai
 `merge_products` runs any algorithm on the changes that adapters make.
 """
 
-from fisherjax.adapters.base import Adapter, distance, from_product, product, truncate, weighted_sum
-from fisherjax.adapters.merge import Factors, check, mean_factors, merge
+from fisherjax.adapters._checks import check
+from fisherjax.adapters.base import (
+    Adapter,
+    Factors,
+    distance,
+    from_product,
+    product,
+    truncate,
+    weighted_sum,
+)
+from fisherjax.adapters.merge import mean_factors, merge
 from fisherjax.adapters.methods import merge_products
 from fisherjax.adapters.network import attach, dense, merged
 

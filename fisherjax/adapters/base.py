@@ -5,13 +5,18 @@ factors (R A, B R^-1), so that a mean of factors depends on an arbitrary R: noth
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from fisherjax._core import linalg
+from fisherjax._core.compiler import jit
 from fisherjax.fisher.operators import PRECISION, widen
 from fisherjax.typing import AnyArray, Array, Scalar
+
+Factors = Mapping[str, Array]
+"""Kronecker factors of a layer, {"input": A [inputs, inputs], "output": G [outputs, outputs]}."""
 
 
 class Adapter(NamedTuple):
@@ -106,11 +111,13 @@ def truncate(
     a, b = _wide(adapter)
     if len(a) <= rank:
         return Adapter(a, b)
-    factors = factors or {}
-    columns, rows = _root(factors.get("output"), b), _root(factors.get("input"), a.T)
-    basis_b, basis_a = linalg.orthonormal_basis(columns), linalg.orthonormal_basis(rows)
-    # G^(1/2) B = basis_b small_b and A_in^(1/2) A^T = basis_a small_a.
-    small_b, small_a = _times(basis_b.T, columns), _times(basis_a.T, rows)
+    return Adapter(*_truncate(rank, a, b, dict(factors or {})))
+
+
+@partial(jit, static_argnums=0)
+def _truncate(rank: int, a: Array, b: Array, factors: dict[str, Any]) -> tuple[Array, Array]:
+    # G^(1/2) B = Q_b small_b and A_in^(1/2) A^T = Q_a small_a, with orthogonal Q.
+    small_b, small_a = _small(b, factors.get("output")), _small(a.T, factors.get("input"))
     u, s, vt = linalg.svd(_times(small_b, small_a.T))
     u, s, vt = u[:, :rank], s[:rank], vt[:rank]
     # As the core times a right singular vector is s times the left one, X needs no inverse root:
@@ -118,8 +125,7 @@ def truncate(
     least = s[0] * jnp.finfo(s.dtype).eps * max(a.shape[1], len(b))
     root = jnp.where(s > least, 1 / jnp.sqrt(jnp.where(s > least, s, 1)), 0)
     left = _times(b, _times(small_a.T, vt.T)) * root
-    right = root[:, None] * _times(_times(u.T, small_b), a)
-    return Adapter(right, left)
+    return root[:, None] * _times(_times(u.T, small_b), a), left
 
 
 def distance(adapter: Adapter, other: Adapter) -> Array:
@@ -130,6 +136,11 @@ def distance(adapter: Adapter, other: Adapter) -> Array:
         >>> print(distance(one, one._replace(scale=0.5)))
         0.5
     """
+    return _distance(adapter, other)
+
+
+@jit
+def _distance(adapter: Adapter, other: Adapter) -> Array:
     size, error = _norm(adapter), _norm(weighted_sum([adapter, other], [1.0, -1.0]))
     return jnp.where(error > 0, error / jnp.where(size > 0, size, error), 0)
 
@@ -137,8 +148,7 @@ def distance(adapter: Adapter, other: Adapter) -> Array:
 def _norm(adapter: Adapter) -> Array:
     a, b = _wide(adapter)
     # The triangular factors have the norm of the product; traces of Gram matrices would cancel.
-    small_a, small_b = (_times(linalg.orthonormal_basis(x).T, x) for x in (a.T, b))
-    return jnp.linalg.norm(_times(small_b, small_a.T))
+    return jnp.linalg.norm(_times(_small(b), _small(a.T).T))
 
 
 def _wide(adapter: Adapter) -> tuple[Array, Array]:
@@ -147,14 +157,19 @@ def _wide(adapter: Adapter) -> tuple[Array, Array]:
     return a, b * jnp.asarray(adapter.scale, b.dtype)
 
 
-def _root(factor: Array | None, x: Array) -> Array:
-    """Multiply x [n, r] by a square root of a semi-definite factor."""
+def _small(x: Array, factor: Array | None = None) -> Array:
+    """Return y [r, r] with x^T F x = y^T y for a semi-definite factor F and x [n, r].
+
+    No root of F is computed: one of Q^T F Q, with the orthonormal basis Q of x, is as accurate and
+    far cheaper.
+    """
+    basis = linalg.orthonormal_basis(x)
+    y = _times(basis.T, x)
     if factor is None:
-        return x
-    if factor.ndim == 1:
-        return jnp.sqrt(jnp.maximum(factor, 0))[:, None] * x
-    values, vectors = linalg.eigh(factor)
-    return jnp.sqrt(jnp.maximum(values, 0))[:, None] * _times(vectors.T, x)
+        return y
+    of_basis = factor[:, None] * basis if factor.ndim == 1 else _times(factor, basis)
+    values, vectors = linalg.eigh(_times(basis.T, of_basis))
+    return jnp.sqrt(jnp.maximum(values, 0))[:, None] * _times(vectors.T, y)
 
 
 def _times(left: Any, right: Any) -> Array:

@@ -1,25 +1,24 @@
 """Merge clients' adapters by their products, in the metric of the layers' Kronecker factors."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import jax.numpy as jnp
 
 from fisherjax import quadratic, solvers, tree
 from fisherjax._core import checks, linalg
+from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
 from fisherjax._upload_checks import check_not_all_zero, check_weights
 from fisherjax.adapters import base
-from fisherjax.adapters.base import Adapter
+from fisherjax.adapters._checks import check
+from fisherjax.adapters.base import Adapter, Factors
 from fisherjax.clients import shares
 from fisherjax.fisher import Kronecker
 from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.fisher.operators import Template, widen
 from fisherjax.solvers import Solver
-from fisherjax.typing import Array, Scalar, Weights
-
-Factors = Mapping[str, Array]
-"""Kronecker factors of a layer, {"input": A [inputs, inputs], "output": G [outputs, outputs]}."""
+from fisherjax.typing import AnyArray, Array, Scalar, Weights
 
 
 def merge(
@@ -29,6 +28,7 @@ def merge(
     *,
     rank: int | Mapping[str, int] | None = None,
     damping: Scalar = 1.0,
+    in_span: bool = False,
     solver: Solver | None = None,
 ) -> dict[str, Adapter]:
     """Merge clients' adapters, layer by layer, by the changes D_i = scale_i B_i A_i that they make.
@@ -50,6 +50,8 @@ def merge(
         rank: Largest rank of the result, for all layers or by layer; None (default) keeps the exact
             solution, whose rank is sum_i r_i, or full with output factors.
         damping: Damping in units of a layer's mean eigenvalue, positive.
+        in_span: Whether the solution of layers with output factors is sought in the span of the
+            clients' factors only, of rank sum_i r_i, without any matrix of the layer's size.
         solver: Solver of layers with output factors (default `solvers.conjugate_gradients()`).
 
     Returns:
@@ -81,12 +83,13 @@ def merge(
     known = check_weights(weights, len(adapters))
     check_not_all_zero(known)
     shared = jnp.asarray(shares(known), float)
-    how = shared, damping, solvers.conjugate_gradients() if solver is None else solver
+    solve = solvers.conjugate_gradients() if solver is None else solver
     merged = {}
     for name in names:
         layer = [client.get(name) for client in adapters]
         held = None if factors is None else [client.get(name) for client in factors]
-        merged[name] = _merge_layer(layer, held, sizes.get(name), *how)
+        how = sizes.get(name), in_span, solve
+        merged[name] = _merge_layer(how, layer, held, shared, damping)
     return merged
 
 
@@ -125,14 +128,15 @@ def _mean(matrices: Sequence[Array], weights: Sequence[Scalar] | Array) -> Array
     return tree.weighted_sum(jnp.stack(matrices), jnp.asarray(weights))
 
 
+@partial(jit, static_argnums=0)
 def _merge_layer(
+    how: tuple[int | None, bool, Solver],
     layer: Sequence[Adapter | None],
     factors: Sequence[Factors | None] | None,
-    rank: int | None,
     weights: Array,
     damping: Scalar,
-    solver: Solver,
 ) -> Adapter:
+    rank, in_span, solver = how
     present = [(x, w) for x, w in zip(layer, weights, strict=True) if x is not None]
     mean = base.weighted_sum(*zip(*present, strict=True))
     if factors is None:
@@ -141,7 +145,7 @@ def _merge_layer(
     known = next(f for f in factors if f is not None)
     held = [{s: jnp.zeros_like(x) for s, x in known.items()} if f is None else f for f in factors]
     if "output" in known:
-        merged = _solve(layer, held, weights, damping, solver)
+        merged = (_solve_in_span if in_span else _solve)(layer, held, weights, damping, solver)
     else:
         merged = _least_squares(layer, [f["input"] for f in held], weights, damping)
     if rank is None:
@@ -164,7 +168,7 @@ def _least_squares(
     for adapter, gram in zip(layer, grams, strict=True):
         if adapter is not None:
             a, at_one = widen(jnp.asarray(adapter.a)), widen(gram) / scale
-            seen = a * at_one if gram.ndim == 1 else jnp.matmul(a, at_one, precision="highest")
+            seen = a * at_one if gram.ndim == 1 else _times(a, at_one)
             rows.append(adapter._replace(a=seen + shift * a))
     present = [w for w, x in zip(weights, layer, strict=True) if x is not None]
     stacked = base.weighted_sum(rows, present)
@@ -197,71 +201,49 @@ def _solve(
     return base.from_product(solver(problem).params["kernel"])
 
 
-def check(
-    adapters: Sequence[Mapping[str, Adapter]],
-    factors: Sequence[Mapping[str, Factors]] | None = None,
-    labels: Sequence[str] | None = None,
-) -> list[str]:
-    """Check that clients' adapters and factors fit each other; return the names of the layers.
-
-    Errors call the clients by `labels` (default: their numbers).
-    """
-    labels = labels or [f"client {number}" for number in range(len(adapters))]
-    names = list(dict.fromkeys(name for client in adapters for name in client))
-    if not names:
-        raise ValueError("There are no adapters; expected those of at least one client and layer.")
-    shapes: dict[str, tuple[str, tuple[int, int]]] = {}
-    for label, client in zip(labels, adapters, strict=True):
-        for name, adapter in client.items():
-            checks.instance(f"The adapter of {name!r}", adapter, Adapter, "an adapters.Adapter")
-            a, b = jnp.shape(adapter.a), jnp.shape(adapter.b)
-            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-                raise ValueError(
-                    f"{label}: the adapter of {name!r} has factors {a} and {b}; expected A "
-                    "[r, inputs] and B [outputs, r]."
-                )
-            first, found = shapes.setdefault(name, (label, (a[1], b[0])))
-            if found != (a[1], b[0]):
-                raise ValueError(
-                    f"The adapters of {name!r} change a matrix {list(found)} in {first} and one of "
-                    f"{[a[1], b[0]]} in {label}; expected the same layer."
-                )
-    if factors is not None:
-        if len(factors) != len(adapters):
-            raise ValueError(f"factors has {len(factors)} clients; expected {len(adapters)}.")
-        for label, client, held in zip(labels, adapters, factors, strict=True):
-            _check_factors(label, client, held, {name: x for name, (_, x) in shapes.items()})
-        _check_sides(factors, names)
-    return names
+def _solve_in_span(
+    layer: Sequence[Adapter | None],
+    factors: Sequence[Factors],
+    weights: Array,
+    damping: Scalar,
+    solver: Solver,
+) -> Adapter:
+    """Solve the quadratic over D = (U C V^T)^T, with bases U of all B and V of all A."""
+    present = [x for x in layer if x is not None]
+    stacked = base.weighted_sum(present, [1.0] * len(present))
+    bases = {"input": _basis(jnp.asarray(stacked.a.T)), "output": _basis(jnp.asarray(stacked.b))}
+    small = [{s: _project(x, bases[s]) for s, x in f.items()} for f in factors]
+    seen = [
+        x and Adapter(_times(x.a, bases["input"]), _times(bases["output"].T, x.b), x.scale)
+        for x in layer
+    ]
+    # The damping is in units of the mean eigenvalue of the layer, not of its part in the span.
+    sizes = [_mean_trace(f, weights, factors) for f in (factors, small)]
+    ratio = sizes[0] / jnp.where(sizes[1] > 0, sizes[1], 1)
+    core = _solve(seen, small, weights, jnp.where(sizes[1] > 0, ratio, 1) * damping, solver)
+    return Adapter(_times(core.a, bases["input"].T), _times(bases["output"], core.b))
 
 
-def _check_factors(label: str, client: Any, held: Mapping[str, Factors], shapes: Any) -> None:
-    if missing := [name for name in client if name not in held]:
-        raise ValueError(
-            f"{label} adapts {missing} and has no factors of them; expected the factors of "
-            "every layer that a client adapts."
-        )
-    for name in [name for name in shapes if name in held]:
-        sizes: dict[str, int] = dict(zip(("input", "output"), shapes[name], strict=True))
-        for side, factor in held[name].items():
-            size = sizes.get(side)
-            if jnp.shape(factor) not in ((size, size), (size,)):
-                raise ValueError(
-                    f"{label}: the {side} factor of {name!r} has shape {jnp.shape(factor)};"
-                    f" expected {[size, size]}, without a bias: compute the factors with a mask "
-                    "that trains the adapted kernels only (adapters.dense)."
-                )
+def _basis(x: Array) -> Array:
+    """Return an orthonormal basis of the columns of x, with zeros for those that depend."""
+    u, s, _ = linalg.svd(x)
+    return jnp.where(s > s[0] * jnp.finfo(s.dtype).eps * max(x.shape), u, 0)
 
 
-def _check_sides(factors: Sequence[Mapping[str, Factors]], names: Sequence[str]) -> None:
-    for name in names:
-        sides = {
-            tuple((s, jnp.ndim(held[name][s])) for s in sorted(held[name]))
-            for held in factors
-            if name in held
-        }
-        if len(sides) != 1 or "input" not in dict(next(iter(sides))):
-            raise ValueError(
-                f"The factors of {name!r} are {sorted(sides)}, with their numbers of axes; "
-                "expected 'input', and 'output' for all clients or for none."
-            )
+def _project(factor: Array, basis: Array) -> Array:
+    wide = widen(factor)
+    return _times(basis.T, wide[:, None] * basis if wide.ndim == 1 else _times(wide, basis))
+
+
+def _mean_trace(factors: Sequence[Factors], weights: Array, units: Sequence[Factors]) -> Array:
+    """Return sum_i p_i tr(A_i) tr(G_i) / (a o), in units of the largest traces of some factors."""
+    means = []
+    for side in ("input", "output"):
+        largest = jnp.stack([jnp.sum(diagonal_of(f[side])) for f in units]).max()
+        traces = jnp.stack([jnp.mean(diagonal_of(f[side])) for f in factors])
+        means.append(traces / jnp.where(largest > 0, largest, 1))
+    return jnp.sum(weights * means[0] * means[1])
+
+
+def _times(left: AnyArray, right: AnyArray) -> Array:
+    return jnp.matmul(left, right, precision="highest")

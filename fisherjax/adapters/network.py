@@ -46,7 +46,8 @@ def attach(
         trains A and B only.
 
     Raises:
-        ValueError: If there is no target, one is no leaf, or a leaf has other than two axes.
+        ValueError: If there is no target, one is no leaf, a leaf has other than two axes, or rank
+            or alpha is not positive.
 
     Example:
         >>> import fisherjax as fj
@@ -62,6 +63,8 @@ def attach(
     """
     checks.model(model)
     checks.key(key)
+    if alpha is not None:
+        checks.positive("alpha", alpha)
     params = checks.arrays(params)
     kernels = tree.by_name(params)
     names = [name for name in kernels if targets(name)] if callable(targets) else list(targets)

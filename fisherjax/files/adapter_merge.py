@@ -41,6 +41,7 @@ def merge_adapters(
     factors: Sequence[Mapping[str, products.Factors]] | None = None,
     rank: int | None = None,
     damping: float = 1.0,
+    in_span: bool = False,
     limits: Limits = LIMITS,
 ) -> AdapterMerge:
     """Merge LoRA adapters of one base to one adapter, by the products of their factors.
@@ -55,8 +56,9 @@ def merge_adapters(
         factors: For each client the Kronecker factors of the modules, by their names or those of
             their weights, as in `adapters.merge` (default: the weighted mean of the products).
         rank: Largest rank of the merged adapter (default: the exact result, of rank sum_i r_i, or
-            full with output factors).
+            full with output factors, unless `in_span`).
         damping: Damping in units of a layer's mean eigenvalue, if there are factors.
+        in_span: Whether to solve in the span of the clients' factors only, as in `adapters.merge`.
         limits: Limits for the files.
 
     Raises:
@@ -96,7 +98,8 @@ def merge_adapters(
     names = products.check(clients, labels=[repr(folder) for folder in found])
     if factors is not None:
         factors = [{_module(k, names): x for k, x in held.items()} for held in factors]
-    merged = products.merge(clients, weights, factors, rank=rank, damping=damping)
+    how = {"rank": rank, "damping": damping, "in_span": in_span}
+    merged = products.merge(clients, weights, factors, **how)
     mean = products.merge(clients, weights)
     lost = {name: float(products.distance(mean[name], x)) for name, x in merged.items()}
     config = next(iter(found.values())).config

@@ -87,8 +87,8 @@ FULL_KFAC = partial(fj.algorithms.fedfisher, kind=fj.fisher.true)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda _: fj.algorithms.fedavg(),
-        pytest.param(lambda _: fj.algorithms.ties(density=0.5), marks=pytest.mark.long),
+        pytest.param(lambda _: fj.algorithms.fedavg(), marks=pytest.mark.long),
+        pytest.param(lambda _: fj.algorithms.ties(density=0.5), marks=pytest.mark.slow),
         pytest.param(fj.algorithms.regmean, marks=pytest.mark.long),
         pytest.param(FULL_KFAC, marks=pytest.mark.long),
     ],

@@ -178,5 +178,6 @@ def test_targets_that_cannot_be_adapted_are_named():
     ):
         with pytest.raises(ValueError, match=words):
             fj.adapters.attach(MODEL, BASE, targets, rank=1, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="rank is 0"):
-        fj.adapters.attach(MODEL, BASE, ["in"], rank=0, key=jax.random.key(0))
+    for wrong, words in (({"rank": 0}, "rank is 0"), ({"alpha": 0}, "alpha is 0")):
+        with pytest.raises(ValueError, match=words):
+            fj.adapters.attach(MODEL, BASE, ["in"], **{"rank": 1, "key": jax.random.key(0)} | wrong)
