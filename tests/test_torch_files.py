@@ -5,6 +5,7 @@ import struct
 import tracemalloc
 import zipfile
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -92,6 +93,26 @@ def test_a_parameter_is_its_tensor_and_any_byte_but_zero_is_true(load):
     parameter = named("torch._utils", "_rebuild_parameter")
     value = called(parameter, tensor(storage("0", "BoolStorage")), True, hooks)
     assert load(archive(value, {"data/0": b"\0\1\2\xff"})).tolist() == [False, True, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}])
+def test_what_pytorch_saves_now_is_read(tmp_path, how):
+    """A network and its optimiser, shared and transposed numbers, an expanded and an empty one."""
+    torch = pytest.importorskip("torch")
+    network = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3))
+    adam = torch.optim.Adam(network.parameters())
+    network(torch.randn(1, 2, 5, 5)).sum().backward()
+    adam.step()
+    base = torch.arange(48.0).reshape(1, 3, 4, 4)
+    saved = {"network": network.state_dict(), "adam": adam.state_dict(), "some": [base, base[0].T]}
+    saved["last"] = base.to(memory_format=torch.channels_last)
+    saved |= {"wide": torch.ones(1).expand(7), "none": torch.zeros(0, 5), "shape": base.shape}
+    torch.save(saved, tmp_path / "net.pt", **how)
+    saved |= {"network": dict(saved["network"]), "shape": (1, 3, 4, 4)}
+    expected = jax.tree.map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, saved)
+    found = files.load_torch(tmp_path / "net.pt")
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 # What is refused

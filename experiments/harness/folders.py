@@ -21,7 +21,7 @@ from experiments.harness import choices, commands, names, records
 from experiments.harness.records import CONFIG, RESULTS, write_text
 
 WHERE_AND_HOW = (
-    *("data_dir", "out", "clients_per_chunk", "checkpoint_seconds"),
+    *("data_dir", "folder", "out", "clients_per_chunk", "checkpoint_seconds"),
     *("keep_models", "keep_clients"),
 )
 """Options that change results only by rounding, so that a run may continue with other values."""
@@ -29,7 +29,7 @@ GROWS = (
     *("algorithms", "seeds", "partition_seeds", "calibrate", "imports"),
     *("local_epochs", "server_learning_rate", "splits", "temperatures", "table3"),
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
-    *("datasets", "alphas", "betas", "classes", "num_clients"),
+    *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
     "keep_clients",
 )

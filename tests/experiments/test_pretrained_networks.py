@@ -121,6 +121,51 @@ def test_params_are_a_state_dict_again(network):
         np.testing.assert_array_equal(found[name], x)
 
 
+@pytest.mark.parametrize(
+    "network",
+    [
+        "usps",
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("svhn", "resnet20", "resnet18")),
+        pytest.param("efficientnet_lite0", marks=pytest.mark.slow),
+    ],
+)
+def test_kfac_covers_every_leaf_that_is_trained(network):
+    """Only shapes are computed."""
+    of = NETWORKS[network]
+    params = jax.eval_shape(lambda: models.init(of, jax.random.key(0), 5))
+    model = models.model(of, params)
+    images, labels = np.zeros((2, *of.shape), "uint8"), np.zeros(2, "int32")
+    how = {"kind": fj.fisher.empirical, "key": jax.random.key(0), "batch_size": 2}
+
+    def fisher(params):
+        return fj.fisher.kfac(model, params, fj.Examples(images, labels), **how)
+
+    assert jax.eval_shape(fisher, params).coverage == 1
+
+
+@pytest.mark.slow
+def test_pytorch_reads_the_file_of_a_merge(tmp_path):
+    """With every name of its modules, and the same outputs."""
+    torch, read = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
+    nn, network = torch.nn, NETWORKS["usps"]
+    pairs = [models.from_state(network, drawn("usps"))] * 2
+    clients = jax.tree.map(lambda *x: jnp.stack([x[0], 1.1 * x[1]]), *pairs)
+    merged = fj.tree.weighted_sum(clients, jnp.array([0.3, 0.7]))
+    fj.files.save_arrays(tmp_path / "merged.safetensors", models.to_state(merged))
+
+    def block(a, b):
+        return nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)
+
+    dense = nn.Dropout(), nn.Linear(1024, 128), nn.ReLU(), nn.Dropout(), nn.Linear(128, 10)
+    layers = {"features": (*block(1, 32), *block(32, 64)), "classifier": dense}
+    theirs = nn.ModuleDict({name: nn.Sequential(*own) for name, own in layers.items()}).eval()
+    theirs.load_state_dict(read.load_file(tmp_path / "merged.safetensors"), strict=True)
+    pixels = (images(network).transpose(0, 3, 1, 2) / 255 - 0.2471) / 0.2994
+    hidden = theirs["features"](torch.tensor(pixels, dtype=torch.float32)).flatten(1)
+    expected = theirs["classifier"](hidden).detach().numpy()
+    close(models.model(network, merged).apply(merged, images(network)), expected)
+
+
 def test_training_normalises_and_averages_as_pytorch_does():
     """PyTorch divides the running variance by n - 1; rows of weight zero count for nothing."""
     network = NETWORKS["usps"]
