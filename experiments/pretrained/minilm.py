@@ -71,7 +71,9 @@ def _embedded(params: Params, tokens: Array) -> Array:
 
     # Every position has type 0, looked up by position, so that K-FAC sees a table of positions.
     positions = jnp.arange(tokens.shape[1])
-    hidden = table("word")[tokens] + table("position")[positions] + table("token_type")[0 * positions]
+    hidden = (
+        table("word")[tokens] + table("position")[positions] + table("token_type")[0 * positions]
+    )
     return _normalized(params, "embeddings.LayerNorm", hidden)
 
 
