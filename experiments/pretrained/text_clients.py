@@ -65,7 +65,7 @@ class Clients(NamedTuple):
     start: Params
     trained: Trained
     joint: Trained
-    seconds: tuple[float, float]
+    seconds: tuple[float, ...]
 
 
 # Equal options give the same object, so that nothing compiles again.
@@ -101,8 +101,8 @@ def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -
     if path.is_file():
         kept = fj.files.unflatten(fj.files.load_arrays(path))
         start = jax.tree.map(jnp.asarray, kept["start"])
-        several = [_as_trained(model, start, kept[name]) for name in ("clients", "joint")]
-        return Clients(model, start, *several, tuple(map(float, kept["seconds"])))
+        trained, joint = (_as_trained(model, start, kept[x]) for x in ("clients", "joint"))
+        return Clients(model, start, trained, joint, (*map(float, kept["seconds"]),))
     start = with_head(start, found)
     several, seconds = [], []
     for federation in (found.train, _together(found.train)):
@@ -123,7 +123,8 @@ def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -
     }
     cache.mkdir(parents=True, exist_ok=True)
     fj.files.save_arrays(path, kept)
-    return Clients(model, start, *several, tuple(seconds))
+    trained, joint = several
+    return Clients(model, start, trained, joint, (*seconds,))
 
 
 def with_head(params: Params, found: Data) -> Params:
