@@ -44,7 +44,7 @@ def embed(params: Params, tokens: AnyArray) -> Array:
 
     Dropout is left out, in training too.
     """
-    mask = counted(tokens)[..., None]
+    mask = jnp.asarray(counted(tokens))[..., None]
     hidden = _embedded(params, tokens)
     number = sum(name.endswith("query.weight") for name in params)
     for block in range(number):
