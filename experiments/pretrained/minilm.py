@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import fisherjax as fj
-from fisherjax.typing import Array, Model, Params
+from fisherjax.typing import AnyArray, Array, Model, Params
 
 HEADS = 12
 UNUSED = ("pooler.dense.weight", "pooler.dense.bias")
@@ -34,17 +34,17 @@ def load(folder: Path) -> Params:
     return {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
 
 
-def counted(tokens: Array) -> Array:
+def counted(tokens: AnyArray) -> AnyArray:
     """Return which positions hold a token, [B, L]."""
     return tokens != 0
 
 
-def embed(params: Params, tokens: Array) -> Array:
+def embed(params: Params, tokens: AnyArray) -> Array:
     """Embed sentences, [B, d].
 
     Dropout is left out, in training too.
     """
-    mask = counted(tokens)[..., None]
+    mask = jnp.asarray(counted(tokens))[..., None]
     hidden = _embedded(params, tokens)
     number = sum(name.endswith("query.weight") for name in params)
     for block in range(number):
@@ -54,7 +54,7 @@ def embed(params: Params, tokens: Array) -> Array:
     return mean / jnp.sqrt(jnp.maximum((mean**2).sum(-1, keepdims=True), 1e-24))
 
 
-def classify(params: Params, tokens: Array) -> Array:
+def classify(params: Params, tokens: AnyArray) -> Array:
     """Return the outputs [B, C] of the linear layer `head.weight`, `head.bias` on embeddings."""
     return _dense(params, "head", embed(params, tokens))
 
@@ -65,7 +65,7 @@ def model(params: Params) -> Model:
     return Model(classify, fj.likelihoods.categorical, mask=mask, positions=counted)
 
 
-def _embedded(params: Params, tokens: Array) -> Array:
+def _embedded(params: Params, tokens: AnyArray) -> Array:
     def table(name: str) -> Array:
         return params[f"embeddings.{name}_embeddings.weight"]
 

@@ -65,7 +65,7 @@ class Clients(NamedTuple):
     start: Params
     trained: Trained
     joint: Trained
-    seconds: tuple[float, float]
+    seconds: tuple[float, ...]
 
 
 # Equal options give the same object, so that nothing compiles again.
@@ -97,12 +97,12 @@ def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -
     digest = hashlib.sha256(about.encode()).hexdigest()[:12]
     path = cache / f"text-seed{seed}-{digest}.safetensors"
     start = minilm.load(checkpoint)
-    model = minilm.model(start | _zero_head())
+    model = minilm.model(start | _zero_head(start))
     if path.is_file():
         kept = fj.files.unflatten(fj.files.load_arrays(path))
         start = jax.tree.map(jnp.asarray, kept["start"])
-        several = [_as_trained(model, start, kept[name]) for name in ("clients", "joint")]
-        return Clients(model, start, *several, tuple(map(float, kept["seconds"])))
+        trained, joint = (_as_trained(model, start, kept[x]) for x in ("clients", "joint"))
+        return Clients(model, start, trained, joint, (*map(float, kept["seconds"]),))
     start = with_head(start, found)
     several, seconds = [], []
     for federation in (found.train, _together(found.train)):
@@ -123,7 +123,8 @@ def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -
     }
     cache.mkdir(parents=True, exist_ok=True)
     fj.files.save_arrays(path, kept)
-    return Clients(model, start, *several, tuple(seconds))
+    trained, joint = several
+    return Clients(model, start, trained, joint, (*seconds,))
 
 
 def with_head(params: Params, found: Data) -> Params:
@@ -132,7 +133,8 @@ def with_head(params: Params, found: Data) -> Params:
     Clients send sums only (`analytic_head`). Its outputs estimate probabilities; as logits they are
     scaled by the number for which the mean training loss is least.
     """
-    params = jax.tree.map(jnp.asarray, params | _zero_head())
+    head = _zero_head(params)
+    params = jax.tree.map(jnp.asarray, params | head)
     # Every leaf is free here, because the exchange refuses to solve a frozen head.
     free = minilm.model(params)._replace(mask=None)
     key, method = jax.random.key(0), fj.algorithms.analytic_head(free)
@@ -140,7 +142,7 @@ def with_head(params: Params, found: Data) -> Params:
     outputs = fj.metrics.logits(free, params, found.train.inputs)
     labels = jnp.asarray(found.train.targets)
     scale = _scale(outputs, labels)
-    return params | {name: scale * params[name] for name in _zero_head()}
+    return params | {name: scale * params[name] for name in head}
 
 
 def _scale(outputs: Any, labels: Any) -> float:
@@ -150,8 +152,9 @@ def _scale(outputs: Any, labels: Any) -> float:
     return float(min(factors, key=lambda factor: float(loss(factor * outputs, labels).mean())))
 
 
-def _zero_head() -> dict[str, np.ndarray]:
-    return {"head.weight": np.zeros((2, 384), "f"), "head.bias": np.zeros(2, "f")}
+def _zero_head(params: Params) -> dict[str, np.ndarray]:
+    width = len(params["embeddings.LayerNorm.bias"])
+    return {"head.weight": np.zeros((2, width), "f"), "head.bias": np.zeros(2, "f")}
 
 
 def _together(several: Federation) -> Federation:

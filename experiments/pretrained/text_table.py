@@ -9,7 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, figures, folders, records, studies, tables
+from experiments.harness import commands, figures, folders, names, records, studies, tables
 from experiments.pretrained import text_clients, weights
 from experiments.pretrained.text_clients import Clients, Data, Task
 from fisherjax.algorithms import Algorithm
@@ -26,17 +26,17 @@ from fisherjax.typing import Params
 
 REFERENCES = {"start": "the start", "own": "each client on its own domain", "joint": "joint"}
 """Rows that are no merge."""
-METHODS = (
-    *("fedavg", "ties", "regmean", "fedfisher_diag", "fedfisher_kfac", "fedfisher_sequential"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(Task):
     """Domains, fine-tuning, and methods that merge."""
 
-    algorithms: Annotated[tuple[str, ...], commands.names(METHODS)] = METHODS
-    """Methods that merge."""
+    algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.merges())] = (
+        *("fedavg", "ties", "regmean", "fedfisher_diag", "fedfisher_kfac"),
+        "fedfisher_sequential",
+    )
+    """Methods that merge; with options as in fedfisher_kfac@damping=0.1,kind='true'."""
     scales: tuple[float, ...] = (1.0, 2.0, 3.0)
     """Factors of the change of a merged model; 1 is the method itself."""
     max_examples: int = 200
@@ -97,7 +97,8 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Merge the clients of a seed by a method, and test the merged network on every domain."""
-    of_seed = cache(partial(_seed, asked))
+    # Units of the same seed follow one another.
+    of_seed = lru_cache(1)(partial(_seed, asked))
     for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
         of = of_seed(seed)
         if name in REFERENCES:
@@ -129,7 +130,8 @@ def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
     """Return the accuracies by domain and their mean, with bytes and seconds."""
     lines, cases = [], tables.gathered(((one.algorithm, one.scale), one) for one in found)
     for (name, scale), ones in cases.items():
-        label = REFERENCES.get(name) or figures.label(name)
+        first, at, given = name.partition("@")
+        label = REFERENCES.get(name) or f"{figures.label(first)}{at and ', '}{given}"
         label += f", change x {scale:g}" if scale != 1 else ""
         by_domain = tables.gathered((one.domain, 100 * one.accuracy) for one in ones)
         by_seed = tables.gathered((one.seed, 100 * one.accuracy) for one in ones)
@@ -179,12 +181,14 @@ def _merged(asked: Config, of: Seed, name: str, seed: int) -> list[tuple]:
 
 
 def _method(asked: Config, name: str, clients: Clients) -> Algorithm:
-    known = fj.algorithms.options(name)
-    chosen: dict[str, Any] = {"max_examples": asked.max_examples}
+    (first,), given = names.parts(name), names.options_in(name)
+    known = names.takes(fj.algorithms.METHODS[first])
     # With drawn labels one backward pass suffices for any number of classes.
-    chosen |= {"kind": fj.fisher.sampled, "batch_size": 50}
-    chosen = {option: value for option, value in chosen.items() if option in known}
-    return fj.algorithms.make(name, clients.model, **chosen)
+    chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "sampled"}
+    chosen = {option: x for option, x in chosen.items() if option in known} | given
+    if "kind" in chosen:
+        chosen["kind"] = getattr(fj.fisher, chosen["kind"])
+    return fj.algorithms.make(first, clients.model, **chosen)
 
 
 def _scaled(scale: float, start: Params, merged: Params) -> Params:

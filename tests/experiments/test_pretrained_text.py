@@ -1,18 +1,22 @@
-"""MiniLM equals PyTorch and a float64 forward; the domains' documents are never in both halves."""
+"""MiniLM equals PyTorch; no document is in both halves; a killed table goes on untrained."""
 
+import json
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 import fisherjax as fj
-from experiments.pretrained import minilm, sentences
+from experiments.pretrained import minilm, sentences, text_table
+from experiments.pretrained.text_table import Config, Measurement
 from fisherjax import leaves
 from fisherjax._layers.loops import trace
 
 _WIDTH, _INNER, _WORDS = 24, 32, 50
+_VOCABULARY = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "good", "bad", *"abcdefghijklmno"]
 _TOKENS = np.array([[1, 7, 9, 3, 2, 0, 0], [1, 5, 4, 4, 8, 6, 2], [1, 2, 0, 0, 0, 0, 0]])
 
 _embed = jax.jit(minilm.embed)
@@ -117,10 +121,8 @@ def test_kfac_covers_every_leaf_that_is_trained():
 @pytest.mark.long
 def test_embeddings_of_the_checkpoint_equal_those_of_pytorch():
     # PyTorch 2.14's TransformerEncoderLayer with these weights in float64, on fixed tokens.
-    from experiments.pretrained import weights
-
     try:
-        folder = weights.path("minilm/model.safetensors").parent
+        folder = text_table.weights.path("minilm/model.safetensors").parent
     except FileNotFoundError as error:
         pytest.skip(str(error))
     tokens = [
@@ -146,7 +148,8 @@ def test_no_document_is_in_both_halves(seed):
     train, test = sentences.split(documents, tested=50, most=100, seed=seed)
     assert not set(documents[train]) & set(documents[test])
     assert len(np.unique([*train, *test])) == len(train) + len(test)
-    assert len(test) == 50 and 80 <= len(train) <= 100
+    assert len(test) == 50
+    assert 80 <= len(train) <= 100
     again = sentences.split(documents, tested=50, most=100, seed=seed)
     np.testing.assert_array_equal(train, again[0])
     np.testing.assert_array_equal(test, again[1])
@@ -163,7 +166,8 @@ def test_labels_are_the_signs_of_ratings_that_are_not_neutral(tmp_path):
     path.write_text("1_1\t-0.9\tbad\n1_2\t0.4\tso so\n2_1\t0.5\tgood, twice\n1_3\t3\tvery good\n")
     found = sentences.read(path)
     assert found.texts == ("bad", "good, twice", "very good")
-    assert found.labels.tolist() == [0, 1, 1] and found.documents.tolist() == [0, 1, 0]
+    assert found.labels.tolist() == [0, 1, 1]
+    assert found.documents.tolist() == [0, 1, 0]
     path.write_text("1_1\t-0.9\tbad\n1_2\tgood\n")
     with pytest.raises(ValueError, match=r"amazon\.tsv, line 2: found .*expected an id, a rating"):
         sentences.read(path)
@@ -184,4 +188,60 @@ def test_tokens_are_cut_and_padded_by_zeros(tmp_path):
 @pytest.mark.parametrize("domain", sentences.DOMAINS)
 def test_both_signs_are_in_every_domain(domain, shared):
     found = sentences.read(shared / "data" / "vader" / f"{domain}.tsv")
-    assert set(found.labels) == {0, 1} and 0.3 < found.labels.mean() < 0.7
+    assert set(found.labels) == {0, 1}
+    assert 0.3 < found.labels.mean() < 0.7
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Return options of a small study: a tiny checkpoint, a tokenizer and two domains."""
+    tokenizers = pytest.importorskip("tokenizers")
+    (tmp_path / "minilm").mkdir()
+    (tmp_path / "vader").mkdir()
+    params = {name: x for name, x in _tiny(blocks=1).items() if "head" not in name}
+    fj.files.save_arrays(tmp_path / "minilm/model.safetensors", params)
+    numbers = {word: number for number, word in enumerate(_VOCABULARY)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    made.save(str(tmp_path / "minilm/tokenizer.json"))
+    random = np.random.default_rng(0)
+    for domain in ("film", "nyt"):
+        lines = []
+        for number in range(40):
+            word, rating = (("good", 2), ("bad", -2))[number % 2]
+            text = " ".join([word, *random.choice(_VOCABULARY[6:], 14)])
+            lines.append(f"{number // 2}_{number}\t{rating}\t{text}\n")
+        (tmp_path / f"vader/{domain}.tsv").write_text("".join(lines))
+    monkeypatch.setattr(text_table.weights, "path", lambda name, _=None: tmp_path / name)
+    return {
+        **{"domains": ("film", "nyt"), "examples": 20, "tested": 10, "length": 10, "epochs": 1},
+        **{"batch_size": 5, "seeds": (0,), "algorithms": ("fedavg",), "scales": (1.0, 0.0)},
+        **{"data_dir": tmp_path, "out": tmp_path / "out"},
+    }
+
+
+@pytest.mark.long
+def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch, capsys):
+    def rows(**more):
+        asked = Config(**(options | more))
+        text_table.run(asked, "experiments.pretrained", Console(width=200))
+        found = (asked.out / "results.csv").read_text().splitlines()[1:]
+        return [dict(zip(Measurement._fields, line.split(","), strict=False)) for line in found]
+
+    first = rows()
+    assert [row["algorithm"] for row in first[::2]] == ["start", "own", "joint"] + 2 * ["fedavg"]
+    start, scaled = first[:2], [row for row in first if row["scale"] == "0.0"]
+    # A change that is scaled by zero is the start.
+    assert [row["accuracy"] for row in scaled] == [row["accuracy"] for row in start]
+    size = json.loads((options["out"] / "config.json").read_text())
+    assert size["configuration"]["examples"] == 20
+
+    def train(*_, **__):
+        raise AssertionError("clients were kept, but are trained again")
+
+    monkeypatch.setattr(fj.training, "train", train)
+    second = rows(algorithms=("ties",))
+    assert second[: len(first)] == first
+    assert {row["algorithm"] for row in second[len(first) :]} == {"ties"}
+    assert "each client on its own domain" in capsys.readouterr().out
