@@ -82,9 +82,12 @@ def move(equation: Any, value: Any) -> Any:
 
     if isinstance(value, Sum):
         return Sum(tuple(map(moved, value.terms)))
-    if name == "transpose" and isinstance(value, Scaled):
+    if isinstance(value, Scaled) and name in ("transpose", "convert_element_type"):
         return value._replace(value=moved(value.value))
-    if name == "transpose" and isinstance(value, Product):
+    if isinstance(value, Product) and name == "convert_element_type":
+        how = value.how | {"preferred_element_type": None}
+        return Product(moved(value.left), moved(value.right), value.axes, how)
+    if isinstance(value, Product) and name == "transpose":
         swapped = Product(value.right, value.left, (value.axes[1], value.axes[0]), value.how)
         return swapped if equation.params["permutation"] == (1, 0) else value
     return None
@@ -135,7 +138,7 @@ def contract(x: Array, axis: int, weight: Any, other: int, how: dict[str, Any]) 
         case Product():
             # The factor whose free axis meets x comes first.
             factors, axes = (weight.left, weight.right), weight.axes
-            y = contract(x, axis, factors[other], 1 - axes[other], how)
+            y = contract(x, axis, factors[other], 1 - axes[other], how).astype(x.dtype)
             return contract(y, y.ndim - 1, factors[1 - other], axes[1 - other], how)
         case Scaled():
             return contract(weight.scale(x), axis, weight.value, other, how)

@@ -43,9 +43,10 @@ class Trace(NamedTuple):
         outputs: z [B, ..., C].
         layers: Layers in the order of their first use.
         activations: For each layer its inputs [B, T, a], with a trailing 1 if it has a bias; for a
-            table the row numbers [B, T]; for a scale an array [B, 0, a].
+            table the row numbers [B, T]; for a scale an array [B, 0, a]; with groups [B, T, n, a].
         pullback: Cotangent of the outputs [B, ..., C] -> for each layer the tangents [B, T, o]; for
-            a scale, and the shift that follows it, the gradients [B, 1 or 2, o].
+            a scale, and the shift that follows it, the gradients [B, 1 or 2, o]; with groups
+            [B, T, n, o].
         uncovered: Names of leaves that belong to no layer, each with the reason.
         feeders: For each layer the names of the layers whose outputs it takes; None if each layer
             takes the outputs of the one before it.

@@ -101,6 +101,18 @@ def test_the_blocks_are_those_of_a_leaf_for_each_group(images):
     assert repr(ours).startswith("Kronecker(4 leaves, 2 convolution and 1 dense layers")
 
 
+@pytest.mark.slow
+def test_clients_side_by_side_have_their_own_factors(world):
+    """`summarize` maps over clients, of unequal size."""
+    places = [slice(0, 5), slice(5, 13)]
+    x = world.federation.inputs
+    for client, (model, place) in enumerate(zip(world.models, places, strict=True)):
+        alone = fisher.kfac(MODEL, model, Examples(x[place]))
+        one = jax.tree.map(lambda leaf, i=client: leaf[i], world.updates.values["fisher"])
+        chex.assert_trees_all_close(one.factors, alone.factors, rtol=1e-10)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("apply", "shapes", "inputs"),
     [
