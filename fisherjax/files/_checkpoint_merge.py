@@ -6,7 +6,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,21 +30,9 @@ from fisherjax.files._leaf_writers import Task, kind_of, write_layers, write_pie
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._pieces import Plan, find_nonfinite
 from fisherjax.files._reads import check_clients, check_names, checkpoint_method
-from fisherjax.files._records import Record, plain_record
+from fisherjax.files._records import Merge, plain_record
 from fisherjax.files._shown import shown
 from fisherjax.files._unfinished import Shard, shard, unfinished
-
-
-class Found(NamedTuple):
-    """What a merge says of itself, besides the result; see `files.Merge`."""
-
-    algorithm: str
-    records: tuple[Record, ...]
-    shares: np.ndarray
-    left_out: dict[str, str]
-    votes: dict[str, np.ndarray]
-    taken: dict[str, str]
-    copied_from: str
 
 
 def place_of(out: Any, first: Any, start: Any) -> Path:
@@ -96,7 +84,7 @@ def open_sources(paths: list[Any], limits: Limits) -> tuple[list[Any], Sources]:
 
 def merge_plain(
     out: Path, sources: Sources, start: Any, asked: tuple[Any, ...], how: dict[str, Any]
-) -> Found:
+) -> Merge:
     """Merge checkpoints; see `merge_files`."""
     algorithm, weights, unequal, options = asked
     checks.one_of("unequal", unequal, UNEQUAL)
@@ -119,7 +107,7 @@ def merge_plain(
     return _merge(out, sources, task)
 
 
-def _merge(out: Path, sources: Sources, task: Task) -> Found:
+def _merge(out: Path, sources: Sources, task: Task) -> Merge:
     """Merge checkpoints to a file, or to a folder with the shards of the start or the first one."""
     models, pieces = sources.models, task.row.pieces
     records = [plain_record(model) for model in models]
@@ -177,7 +165,7 @@ def _merge(out: Path, sources: Sources, task: Task) -> Found:
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, copy)
     copied_from = str(folder.path) if others else ""  # pyright: ignore
-    return Found(task.name, tuple(records), p, left_out, votes, taken, copied_from)
+    return Merge(task.name, tuple(records), p, left_out, votes, taken, copied_from)
 
 
 def warning_of(left_out: dict[str, str]) -> str:

@@ -1,7 +1,8 @@
 """Describe uploads and plain checkpoints, as a merge reads them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -67,6 +68,30 @@ class Record(NamedTuple):
     def read(self, names: Sequence[str]) -> Iterator[np.ndarray]:
         """Yield arrays one by one."""
         return base.read(self.path, names) if self.reader is None else map(self.reader, names)
+
+
+class Merge(NamedTuple):
+    """Summary of a merge of files.
+
+    Attributes:
+        algorithm: Name of the method.
+        records: Record of each upload.
+        shares: Clients' weights [M] with sum one; zero for clients that were left out.
+        left_out: First leaf that is not finite, by client that was left out.
+        votes: Clients' shares of the vote [M] with sum one, by layer. They are proportional to p_i
+            times the mean eigenvalue of F_i in this layer, or to p_i if the method has no
+            curvature. Running statistics, which are averaged with p_i, have no entry.
+        taken: What was done with leaves that not all checkpoints have alike, by name.
+        copied_from: The folder whose other files were copied beside the merged ones; "" if none.
+    """
+
+    algorithm: str
+    records: tuple[Record, ...]
+    shares: np.ndarray
+    left_out: dict[str, str]
+    votes: dict[str, np.ndarray]
+    taken: Mapping[str, str] = MappingProxyType({})
+    copied_from: str = ""
 
 
 def plain_record(model: Checkpoint) -> Record:

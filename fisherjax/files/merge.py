@@ -9,9 +9,8 @@ server's work is that of `merging`, called for each part.
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,35 +40,11 @@ from fisherjax.files._reads import (
     common,
     method_of,
 )
-from fisherjax.files._records import Record
+from fisherjax.files._records import Merge, Record
 from fisherjax.files._shown import shown_errors
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()
-
-
-class Merge(NamedTuple):
-    """Summary of a merge of files.
-
-    Attributes:
-        algorithm: Name of the method.
-        records: Record of each upload.
-        shares: Clients' weights [M] with sum one; zero for clients that were left out.
-        left_out: First leaf that is not finite, by client that was left out.
-        votes: Clients' shares of the vote [M] with sum one, by layer. They are proportional to p_i
-            times the mean eigenvalue of F_i in this layer, or to p_i if the method has no
-            curvature. Running statistics, which are averaged with p_i, have no entry.
-        taken: What was done with leaves that not all checkpoints have alike, by name.
-        copied_from: The folder whose other files were copied beside the merged ones; "" if none.
-    """
-
-    algorithm: str
-    records: tuple[Record, ...]
-    shares: np.ndarray
-    left_out: dict[str, str]
-    votes: dict[str, np.ndarray]
-    taken: Mapping[str, str] = MappingProxyType({})
-    copied_from: str = ""
 
 
 @shown_errors()
@@ -165,7 +140,7 @@ def merge_files(
     how: dict[str, Any] = {"on_nonfinite": on_nonfinite, "progress": progress, "limits": limits}
     if plain.models:
         asked = algorithm, weights, unequal, options
-        return Merge(*merge_plain(out, plain, start, asked, how))
+        return merge_plain(out, plain, start, asked, how)
     checks.one_of("unequal", unequal, ("raise",))
     records, specs = [record for record, *_ in found], [spec for _, spec, _ in found]
     check_out(out, [record.path for record in records])
