@@ -20,6 +20,7 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.harness import commands, figures, folders, names, records, studies, tables
 from experiments.pretrained import text_clients, weights
+from experiments.pretrained.sentences import DOMAINS
 from experiments.pretrained.text_clients import Clients, Data, Task
 from fisherjax.algorithms import Algorithm
 from fisherjax.typing import Params
@@ -117,6 +118,9 @@ def measured(
 
 def run(asked: Config, program: str, console: Console) -> None:
     """Measure what is missing in the folder of the results, and report all of it."""
+    commands.check_names(asked, "domains", DOMAINS)
+    for name in asked.algorithms:
+        commands.check_name("algorithms", *names.parts(name), fj.algorithms.merges())
     with records.folder(asked.out):
         asked, found = folders.resume(asked, Config(), Measurement._fields, Measurement)
         one = partial(measured, asked, console)

@@ -245,3 +245,11 @@ def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch,
     assert second[: len(first)] == first
     assert {row["algorithm"] for row in second[len(first) :]} == {"ties"}
     assert "each client on its own domain" in capsys.readouterr().out
+
+
+def test_unknown_domains_and_methods_are_refused_before_anything_runs(tmp_path):
+    for wrong in ({"domains": ("films",)}, {"algorithms": ("fedavgs",)}):
+        (value,) = wrong.values()
+        with pytest.raises(ValueError, match=rf"{value[0]}.*did you mean '?{value[0][:-1]}"):
+            text_table.run(Config(out=tmp_path / "out", **wrong), "program", Console())
+    assert not (tmp_path / "out").exists()
