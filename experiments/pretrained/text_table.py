@@ -120,7 +120,7 @@ def run(asked: Config, program: str, console: Console) -> None:
     """Measure what is missing in the folder of the results, and report all of it."""
     commands.check_names(asked, "domains", DOMAINS)
     for name in asked.algorithms:
-        commands.check_name("algorithms", *names.parts(name), fj.algorithms.merges())
+        commands.check_name("algorithms", name.partition("@")[0], fj.algorithms.merges())
     with records.folder(asked.out):
         asked, found = folders.resume(asked, Config(), Measurement._fields, Measurement)
         one = partial(measured, asked, console)
@@ -185,7 +185,7 @@ def _merged(asked: Config, of: Seed, name: str, seed: int) -> list[tuple]:
 
 
 def _method(asked: Config, name: str, clients: Clients) -> Algorithm:
-    (first,), given = names.parts(name), names.options_in(name)
+    first, given = name.partition("@")[0], names.options_in(name)
     known = names.takes(fj.algorithms.METHODS[first])
     # With drawn labels one backward pass suffices for any number of classes.
     chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "sampled"}
