@@ -20,6 +20,7 @@ from rich.console import Console
 import fisherjax as fj
 from experiments.harness import commands, figures, folders, names, records, studies, tables
 from experiments.pretrained import text_clients, weights
+from experiments.pretrained.sentences import DOMAINS
 from experiments.pretrained.text_clients import Clients, Data, Task
 from fisherjax.algorithms import Algorithm
 from fisherjax.typing import Params
@@ -117,6 +118,9 @@ def measured(
 
 def run(asked: Config, program: str, console: Console) -> None:
     """Measure what is missing in the folder of the results, and report all of it."""
+    commands.check_names(asked, "domains", DOMAINS)
+    for name in asked.algorithms:
+        commands.check_name("algorithms", name.partition("@")[0], fj.algorithms.merges())
     with records.folder(asked.out):
         asked, found = folders.resume(asked, Config(), Measurement._fields, Measurement)
         one = partial(measured, asked, console)
@@ -181,7 +185,7 @@ def _merged(asked: Config, of: Seed, name: str, seed: int) -> list[tuple]:
 
 
 def _method(asked: Config, name: str, clients: Clients) -> Algorithm:
-    (first,), given = names.parts(name), names.options_in(name)
+    first, given = name.partition("@")[0], names.options_in(name)
     known = names.takes(fj.algorithms.METHODS[first])
     # With drawn labels one backward pass suffices for any number of classes.
     chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "sampled"}

@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +194,7 @@ def test_both_signs_are_in_every_domain(domain, shared):
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch):
+def options(tmp_path, monkeypatch) -> dict[str, Any]:
     """Return options of a small study: a tiny checkpoint, a tokenizer and two domains."""
     tokenizers = pytest.importorskip("tokenizers")
     (tmp_path / "minilm").mkdir()
@@ -245,3 +246,12 @@ def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch,
     assert second[: len(first)] == first
     assert {row["algorithm"] for row in second[len(first) :]} == {"ties"}
     assert "each client on its own domain" in capsys.readouterr().out
+
+
+def test_unknown_domains_and_methods_are_refused_before_anything_runs(tmp_path):
+    wrongs: list[dict[str, Any]] = [{"domains": ("films",)}, {"algorithms": ("fedavgs",)}]
+    for wrong in wrongs:
+        (value,) = wrong.values()
+        with pytest.raises(ValueError, match=rf"{value[0]}.*did you mean '?{value[0][:-1]}"):
+            text_table.run(Config(out=tmp_path / "out", **wrong), "program", Console())
+    assert not (tmp_path / "out").exists()
