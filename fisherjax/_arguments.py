@@ -31,7 +31,7 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     )
     about += "that reads their Fisher files"
     merge.add_argument("--algorithm", help=about)
-    about = "Fisher files of the checkpoints, in their order (see the command fisher)"
+    about = "Fisher files of the checkpoints or adapters, in their order (see the command fisher)"
     merge.add_argument("--fisher", nargs="+", metavar="FILE", help=about)
     merge.add_argument("--damping", type=float, help="default: that of the algorithm")
     option = {"type": _option, "action": "append", "default": [], "dest": "options"}
