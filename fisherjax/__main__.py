@@ -73,7 +73,7 @@ def _merge(
     if fisher is not None and len(fisher) != len(uploads):
         raise ValueError(f"--fisher has {len(fisher)} files for {len(uploads)} checkpoints")
     if any((Path(path) / "adapter_config.json").is_file() for path in uploads):
-        _merge_adapters(out, uploads, {"fisher": fisher} | how, given)
+        _merge_adapters(out, uploads, fisher, how, given)
         return
     paths = uploads if fisher is None else list(zip(uploads, fisher, strict=True))
     progress = _progress if sys.stderr.isatty() else None
@@ -108,22 +108,28 @@ def _merge(
 
 
 def _merge_adapters(
-    out: str, folders: list[str], how: dict[str, Any], options: dict[str, Any]
+    out: str,
+    folders: list[str],
+    fisher: list[str] | None,
+    how: dict[str, Any],
+    options: dict[str, Any],
 ) -> None:
     weights, limits = how.pop("weights"), how.pop("limits")
     if unread := [name for name, value in how.items() if value not in (None, "raise")]:
         raise ValueError(
-            f"--{unread[0]} does not belong to a merge of adapters, which are merged by their "
-            "products: pass --weights, --option rank=16 or no option"
+            f"--{unread[0].replace('_', '-')} does not belong to a merge of adapters, which are "
+            "merged by their products: pass --weights, --fisher, --damping, --option rank=16"
         )
-    merged = files.merge_adapters(out, folders, weights=weights, limits=limits, **options)
+    options |= {"weights": weights, "factors": fisher, "limits": limits}
+    merged = files.merge_adapters(out, folders, **options)
     shares = zip(folders, merged.shares, strict=True)
     _table(("adapter", "share"), ((folder, f"{share:.3f}") for folder, share in shares))
     print()
     lost = ((name, str(rank), f"{merged.lost[name]:.2g}") for name, rank in merged.ranks.items())
     _table(("module", "rank", "lost"), lost)
     print()
-    print(shown(f"The mean of {len(folders)} adapters is in {out}"))
+    what = "The mean" if fisher is None else "The merge by Fisher files"
+    print(shown(f"{what} of {len(folders)} adapters is in {out}"))
 
 
 def _fisher(out: str, checkpoint: str, source: str, algorithm: str, **how: Any) -> None:

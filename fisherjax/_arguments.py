@@ -31,11 +31,11 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     )
     about += "that reads their Fisher files"
     merge.add_argument("--algorithm", help=about)
-    about = "Fisher files of the checkpoints, in their order (see the command fisher)"
+    about = "Fisher files of the checkpoints or adapters, in their order (see the command fisher)"
     merge.add_argument("--fisher", nargs="+", metavar="FILE", help=about)
     merge.add_argument("--damping", type=float, help="default: that of the algorithm")
     option = {"type": _option, "action": "append", "default": [], "dest": "options"}
-    about = "another option of the algorithm, such as shrink=0.5; may be repeated"
+    about = "another option of the algorithm, such as shrink=0.5 or centre=sum; may be repeated"
     merge.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
     about = "one per file; default: numbers of examples, and equal weights of checkpoints"
     merge.add_argument("--weights", type=float, nargs="+", help=about)
@@ -50,8 +50,8 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
-    about = f"largest sizes of a file (default {known}); may be repeated"
-    merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
+    sizes = f"largest sizes of a file (default {known}); may be repeated"
+    merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=sizes)
     fisher = commands.add_parser("fisher", help="compute the Fisher file of a checkpoint")
     fisher.set_defaults(command=functions["fisher"])
     fisher.add_argument("out", help="the file to write, .safetensors")
@@ -72,7 +72,7 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     inspect = commands.add_parser("inspect", help="check a file and print its content")
     inspect.set_defaults(command=functions["inspect"])
     inspect.add_argument("file")
-    inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=about)
+    inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=sizes)
     check = commands.add_parser("check", help="check that this machine computes correctly")
     check.set_defaults(command=functions["check"])
     about = "make each CPU core a device first, as devices.one_per_core does"
@@ -81,11 +81,13 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE, where the value is a Python literal."""
+    """Read NAME=VALUE, where the value is a Python literal, or else text."""
     name, _, value = text.partition("=")
+    if not (name and value):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE with a value such as 0.1, 50, True or sum"
+        )
     try:
         return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not NAME=VALUE with a value such as 0.1, 50, True or 'name'"
-        ) from error
+    except (SyntaxError, ValueError):
+        return name, value

@@ -5,11 +5,11 @@ The preconditioner depends on the operators:
 * for clients with Kronecker factors, the damped inverse of (sum_i v_i A_i) (x) (sum_i v_i G_i);
 * for their wide layers, a solve in few directions (`_wide_layers`);
 * for a sum of Kronecker products, the damped inverse of its first term;
-* for a diagonal, its inverse.
+* for a diagonal, its inverse, and one for entries that are zero.
 
-For a block that is not damped, or in which no client has curvature, it is the identity: in a
-singular system any other one would change coordinates that have no curvature. A preconditioner has
-no derivative, because it changes only how fast the system is solved.
+For any other block that is not damped, or in which no client has curvature, it is the identity: in
+a singular system any other one would change coordinates that have no curvature. A preconditioner
+has no derivative, because it changes only how fast the system is solved.
 """
 
 import dataclasses
@@ -95,6 +95,7 @@ def _apply(inverse: Kronecker, wide: dict[str, _wide_layers.WideLayer], blocks: 
 
 def _divide(entries: Any, lambdas: Any, blocks: Any) -> Any:
     def leaf(entries: Array, damping: Array, x: Array) -> Array:
-        return x / jnp.where(damping > 0, entries + damping.astype(entries.dtype), 1)
+        entries = entries + damping.astype(entries.dtype)
+        return x / jnp.where((damping > 0) | (entries > 0), entries, 1)
 
     return jax.tree.map(leaf, entries, lambdas, blocks)

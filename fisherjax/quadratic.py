@@ -106,7 +106,7 @@ def quadratic(
             mean.
 
     Returns:
-        The quadratic, with a preconditioner if it is damped.
+        The quadratic, with a preconditioner if it is damped or diagonal.
 
     Raises:
         ValueError: If damping is negative, or if weights are not M numbers with sum one.
@@ -129,7 +129,7 @@ def quadratic(
     scaled, votes, system = _scale_clients(fishers, params, shares, damping, centre)
     # The clients' products are added, not their operators: Kronecker factors do not add up.
     problem = _problem(scaled, Partial(_wide_layers.weighted_mv, scaled, votes), system)
-    if not _is_damped(damping):
+    if not (_is_damped(damping) or problem.is_diagonal):
         return problem
     precondition, slack = _preconditioning.of_clients(scaled, votes, system["lambdas"])
     return problem._replace(precondition=precondition, slack=slack)
@@ -169,7 +169,7 @@ def from_sums(totals: Sums, damping: Scalar, centre: Params = None) -> Quadratic
     is_damped = _is_damped(damping)
     fisher, system = _scale_sums(totals, damping, centre, is_damped)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
-    if not is_damped:
+    if not (is_damped or problem.is_diagonal):
         return problem
     return problem._replace(precondition=_preconditioning.of_sums(fisher, system["lambdas"]))
 

@@ -6,14 +6,18 @@ rows of the changes (`get_delta_weight`) that it computed from factors that `cou
 
 import json
 import os
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import fisherjax as fj
+from fisherjax.__main__ import main
+from fisherjax._layers.layer import Layer
 from fisherjax.adapters import Adapter
 from fisherjax.files import load_adapter, merge_adapters, save_adapter
+from fisherjax.fisher.operators import Template
 
 OFF = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "base_model_name_or_path")),
@@ -177,6 +181,92 @@ def test_factors_have_the_names_of_modules_or_of_their_weights(tmp_path):
     expected = fj.adapters.merge(clients, factors=grams)["query"]
     found = load_adapter(tmp_path / "all").adapters["query"]
     np.testing.assert_allclose(product(found), product(expected), rtol=1e-5, atol=1e-6)
+
+
+def moments(seed, size):
+    x = np.random.default_rng(seed).normal(size=(9, size)) * np.arange(1, size + 1)
+    return (x.T @ x / 9).astype("float32")
+
+
+def operator(
+    seed: int, name: str = "query.weight", inputs: int = 6, structure: str = "kronecker"
+) -> tuple[Any, dict[str, Any]]:
+    """A Fisher of a layer of PyTorch, [outputs, inputs] and a bias, and of a leaf beside it."""
+    params: dict[str, Any] = {name: np.ones((5, inputs), "f4"), "query.bias": np.ones(5, "f4")}
+    params |= {"norm.weight": np.ones(4, "f4")}
+    if structure == "diagonal":
+        return fj.fisher.Diagonal(params), params
+    if structure == "grams":
+        return {f"{name}^T": moments(seed, inputs)}, params
+    factors = {name: {"input": moments(seed, inputs + 1), "output": moments(seed + 9, 5)}}
+    layers = (Layer(name, "query.bias", (5, inputs), (0,)),)
+    entries: dict[str, Any] = {"norm.weight": np.ones(4, "f4")}
+    return fj.fisher.Kronecker(factors, entries, layers, Template.of(params)), params
+
+
+def write_fishers(folder, *fishers):
+    """Two folders of adapters and a Fisher file for each."""
+    for i, (fisher, params) in enumerate(fishers):
+        save_adapter(folder / f"{i}", draw(2, i))
+        fj.files.save_fisher(folder / f"{i}.safetensors", fisher, params=params)
+    numbers = range(len(fishers))
+    return [folder / f"{i}" for i in numbers], [folder / f"{i}.safetensors" for i in numbers]
+
+
+@pytest.mark.parametrize("structure", ["grams", "kronecker"])
+def test_fisher_files_weigh_the_changes(tmp_path, structure):
+    """By the normal equations in float64, where the bias does not change."""
+    made = [operator(seed, structure=structure) for seed in (0, 1)]
+    folders, fishers = write_fishers(tmp_path, *made)
+    words = ["merge", str(tmp_path / "out"), *map(str, folders), "--fisher", *map(str, fishers)]
+    assert main([*words, "--weights", "1", "3", "--damping", "0.3"]) == 0
+    curvatures = []
+    for fisher, _ in made:
+        if structure == "grams":
+            pair = fisher["query.weight^T"], np.eye(5)
+        else:
+            pair = fisher.factors["query.weight"].values()
+        a, g = (np.asarray(x, float) for x in pair)
+        curvatures.append(np.kron(a[:6, :6], g))
+    changes = [product(draw(2, i)["query"]).ravel() for i in (0, 1)]
+    total = sum(p * f for p, f in zip((0.25, 0.75), curvatures, strict=True))
+    strength = 0.3 * np.trace(total) / 30
+    right = sum(p * f @ x for p, f, x in zip((0.25, 0.75), curvatures, changes, strict=True))
+    right += strength * (0.25 * changes[0] + 0.75 * changes[1])
+    expected = np.linalg.solve(total + strength * np.eye(30), right).reshape(6, 5)
+    found = product(load_adapter(tmp_path / "out").adapters["query"])
+    np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
+
+
+def spoiled(fisher, params):
+    fisher["query.weight^T"][0, 0] = -1
+    return fisher, params
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (operator(1, name="key.weight"), r"1' adapts \['query'\] and has no factors of them"),
+        (operator(1, inputs=7), r"1': the input factor of 'query' has shape \(7, 7\).* \[6, 6\]"),
+        (operator(1, structure="grams"), "expected 'input', and 'output' for all clients or for"),
+        (
+            operator(1, structure="diagonal"),
+            r"1\.safetensors' holds a Diagonal; expected Kronecker",
+        ),
+        (spoiled(*operator(1, structure="grams")), "input factor of 'query.weight' that is not"),
+    ],
+)
+def test_fisher_files_that_do_not_fit_are_named(tmp_path, second, words):
+    folders, fishers = write_fishers(tmp_path, operator(0), second)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match=words):
+        merge_adapters(tmp_path / "out", folders, factors=fishers)
+    assert sorted(os.listdir(tmp_path)) == before
+    arrays = folders[0] / "adapter_model.safetensors"
+    with pytest.raises(ValueError, match="its arrays have no description"):
+        merge_adapters(tmp_path / "out", folders, factors=[fishers[0], arrays])
+    with pytest.raises(TypeError, match="expected a list with one item for each client"):
+        merge_adapters(tmp_path / "out", folders, factors=fishers[0])
 
 
 REFUSED = {

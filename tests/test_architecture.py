@@ -93,8 +93,15 @@ BUILT = {  # folders whose files build on one another
     "files": [
         *("_shown", "_paths", "_limits", "base", "_archive", "_pickles", "_torch"),
         *("_places", "_checkpoints", "arrays"),
-        *("_adapter_config", "adapters", "adapter_merge", "values"),
-        *("_size_checks", "_description_checks", "_records", "uploads", "_fishers"),
+        *("_adapter_config", "adapters", "values"),
+        *(
+            "_size_checks",
+            "_description_checks",
+            "_records",
+            "uploads",
+            "_fishers",
+            "adapter_merge",
+        ),
         *("_compared", "_reads", "_parts", "_layerwise", "_packed", "_pieces", "_unfinished"),
         *("_leaf_writers", "_checkpoint_merge", "merge", "_imported"),
     ],

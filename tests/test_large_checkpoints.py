@@ -205,6 +205,29 @@ def test_fisher_merging_in_pieces_is_the_weighted_mean_of_float64(folders, fishe
         np.testing.assert_allclose(merged.votes[name], P * means / (P @ means), rtol=1e-5)
 
 
+def test_a_diagonal_without_damping_is_its_closed_form_in_files_and_in_memory(tmp_path):
+    """Of curvatures over 14 decades, of which the least count as the largest; zero is the mean."""
+    source, paths = np.random.RandomState(0), []
+    models = [{"w": source.normal(size=500).astype("f4")} for _ in NAMES]
+    entries = [{"w": np.exp(4 * source.normal(size=500)).astype("f4")} for _ in NAMES]
+    for name, model, entry in zip(NAMES, models, entries, strict=True):
+        entry["w"][:9] = 0
+        paths.append([tmp_path / f"{name}.safetensors", tmp_path / f"{name}.fisher.safetensors"])
+        save_file(model, paths[-1][0])
+        files.save_fisher(paths[-1][1], fj.fisher.Diagonal(entry), params=model)
+    out, name = tmp_path / "out.safetensors", "fedfisher_diag"
+    files.merge_files(out, paths, algorithm=name, weights=WEIGHTS)
+    method = fj.algorithms.make(name, MODEL)
+    sent = {"params": fj.tree.stack(models), "fisher": fj.fisher.Diagonal(fj.tree.stack(entries))}
+    update = fj.algorithms.Update(sent, method.kind)
+    found = fj.merging.merge(method, models[0], update, WEIGHTS)[0]["w"]
+    votes = P[:, None] * np.stack([entry["w"].astype("f8") for entry in entries])
+    votes[:, :9] = P[:, None]
+    expected = (votes * [model["w"] for model in models]).sum(0) / votes.sum(0)
+    np.testing.assert_allclose(load_file(out)["w"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_leaves_that_no_fisher_file_has_are_averaged_and_named(folders, tmp_path):
     paths = [tmp_path / f"{name}.safetensors" for name in NAMES]
     for path, entries, model in zip(paths, diagonals(), MODELS, strict=True):

@@ -1160,7 +1160,15 @@ def test_the_command_is_the_function(paths, capsys):
     assert_equal(files.load_arrays(out), there)
 
 
-@pytest.mark.parametrize("option", ["damping", "damping=", "damping=[", "=1 2"])
+@pytest.mark.parametrize("value", ["sum", "'sum'", "["])
+def test_an_option_that_is_no_literal_is_text(paths, capsys, value):
+    out = str(paths[0].with_name("merged.safetensors"))
+    assert main(["merge", out, *map(str, paths), "--option", f"centre={value}"]) == 1
+    expected = "centre is '['; expected" if value == "[" else "reads the model that clients started"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["damping", "damping=", "=1 2"])
 def test_an_option_that_is_none_is_refused(paths, capsys, option):
     with pytest.raises(SystemExit):
         main(

@@ -51,7 +51,7 @@ def _check_factors(label: str, client: Any, held: Mapping[str, Factors], shapes:
     if missing := [name for name in client if name not in held]:
         raise ValueError(
             f"{label} adapts {missing} and has no factors of them; expected the factors of "
-            "every layer that a client adapts."
+            f"every layer that a client adapts. Factors are of {list(held)[:3]}."
         )
     for name in [name for name in shapes if name in held]:
         sizes: dict[str, int] = dict(zip(("input", "output"), shapes[name], strict=True))

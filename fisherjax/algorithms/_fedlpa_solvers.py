@@ -103,7 +103,8 @@ def _descend(problem: Quadratic, steps: Scalar, rate: Scalar, power_iterations: 
 
 
 def _approximation(problem: Quadratic) -> Any:
-    if problem.precondition is None:
+    # The flag of a traced problem has no value.
+    if problem.precondition is None or problem.is_diagonal is True:
         raise ValueError(
             "This solver starts from the expectation approximation, which is the preconditioner of "
             "FedLPA's problem; this problem has none. Use solvers.conjugate_gradients()."

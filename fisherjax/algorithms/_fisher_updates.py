@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from fisherjax import quadratic, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import name_of
+from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
 from fisherjax.fisher import Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
@@ -91,6 +92,22 @@ def about_mean(
     return problem._replace(origin=fishers.blocks(mean))
 
 
+def about_centre(problem: quadratic.Quadratic) -> quadratic.Quadratic:
+    """Return a diagonal system with differences from its centre as unknowns, as `about_mean`.
+
+    Each entry is exact up to its own rounding. A matrix would mix the rounding of all entries of
+    whole weights into small differences.
+    """
+    rhs, init = _differences(problem.matvec, problem.rhs, problem.init)
+    return problem._replace(rhs=rhs, init=init, origin=problem.init)
+
+
+@jit
+def _differences(matvec: Callable, rhs: Any, centre: Any) -> tuple[Any, Any]:
+    product = matvec(centre)
+    return jax.tree.map(jnp.subtract, rhs, product), jax.tree.map(jnp.zeros_like, centre)
+
+
 def fisher_sums(updates: dict[str, Any], weights: Array, plain: bool = False) -> quadratic.Sums:
     """Sum stacked updates {"params": W_i, "fisher": F_i}; a `reduce` for operators that add up."""
     return quadratic.sums(updates["fisher"], updates["params"], weights, plain)
@@ -109,7 +126,7 @@ def solve_sums(
         point = partial(centre_point, centre, params)
         if isinstance(received, quadratic.Sums):
             problem = quadratic.from_sums(received, damping, point(partial(_models, received)))
-            solution = solve(problem)
+            solution = solve(about_centre(problem) if problem.is_diagonal else problem)
             return solution.params, state, solution.report(received.fisher.coverage)
         updates, weights = received
         fishers, models = updates["fisher"], updates["params"]

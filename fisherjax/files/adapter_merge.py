@@ -8,11 +8,14 @@ import numpy as np
 
 from fisherjax import adapters as products
 from fisherjax._core import checks
+from fisherjax._semidefinite import indefinite
 from fisherjax.clients import shares
 from fisherjax.files import _adapter_config
+from fisherjax.files._fishers import Fisher, open_fisher
 from fisherjax.files._limits import LIMITS, Limits
 from fisherjax.files._shown import shown_errors
 from fisherjax.files.adapters import PeftAdapter, load_adapter, new_folder, save_adapter
+from fisherjax.fisher import Kronecker
 
 
 class AdapterMerge(NamedTuple):
@@ -38,7 +41,7 @@ def merge_adapters(
     folders: Sequence[str | os.PathLike],
     *,
     weights: Any = None,
-    factors: Sequence[Mapping[str, products.Factors]] | None = None,
+    factors: Sequence[Mapping[str, products.Factors] | str | os.PathLike] | None = None,
     rank: int | None = None,
     damping: float = 1.0,
     in_span: bool = False,
@@ -54,7 +57,10 @@ def merge_adapters(
         folders: Folders of peft, one for each client.
         weights: Non-negative weights [M] (default: equal).
         factors: For each client the Kronecker factors of the modules, by their names or those of
-            their weights, as in `adapters.merge` (default: the weighted mean of the products).
+            their weights, as in `adapters.merge`; or the path of a Fisher file with Kronecker
+            factors or Gram matrices, which `save_fisher` wrote for params with these names. Biases
+            have no part in it, as adapters do not change them (default: the weighted mean of the
+            products).
         rank: Largest rank of the merged adapter (default: the exact result, of rank sum_i r_i, or
             full with output factors, unless `in_span`).
         damping: Damping in units of a layer's mean eigenvalue, if there are factors.
@@ -63,7 +69,8 @@ def merge_adapters(
 
     Raises:
         ValueError: If adapters are of different bases, revisions or tasks, are not plain LoRA or
-            not finite, change the same module in different shapes, or factors do not fit.
+            not finite, change the same module in different shapes, or factors do not fit, are not
+            finite or are indefinite.
         OSError: If a file cannot be read or written.
 
     Example:
@@ -95,11 +102,12 @@ def merge_adapters(
     clients = [x.adapters for x in found.values()]
     _check_finite(found)
     embeddings = _embeddings(found)
-    names = products.check(clients, labels=[repr(folder) for folder in found])
-    if factors is not None:
-        factors = [{_module(k, names): x for k, x in held.items()} for held in factors]
+    labels = [repr(folder) for folder in found]
+    names = products.check(clients, labels=labels)
+    held = None if factors is None else _factors(factors, names, limits)
+    products.check(clients, held, labels)
     how = {"rank": rank, "damping": damping, "in_span": in_span}
-    merged = products.merge(clients, weights, factors, **how)
+    merged = products.merge(clients, weights, held, **how)
     mean = products.merge(clients, weights)
     lost = {name: float(products.distance(mean[name], x)) for name, x in merged.items()}
     config = next(iter(found.values())).config
@@ -130,6 +138,49 @@ def _embeddings(found: Mapping[str, PeftAdapter]) -> frozenset[str]:
         if wrong := sorted(every.intersection(each.adapters) - each.embeddings):
             raise ValueError(f"{wrong} are embeddings for other clients, but not in {folder!r}.")
     return every
+
+
+def _factors(
+    given: Sequence[Any], modules: Collection[str], limits: Limits
+) -> list[dict[str, products.Factors]]:
+    """Return the factors of each client by module, read from its Fisher file if it has one."""
+    if isinstance(given, (str, bytes, os.PathLike)):
+        raise TypeError(f"factors is {given!r:.80}; expected a list with one item for each client.")
+    return [
+        {_module(name, modules): x for name, x in each.items()}
+        if isinstance(each, Mapping)
+        else _read_factors(open_fisher(each, limits), modules)
+        for each in given
+    ]
+
+
+def _read_factors(fisher: Fisher, modules: Collection[str]) -> dict[str, products.Factors]:
+    [value] = fisher.values.values()
+    if isinstance(value, Kronecker):
+        # A kernel that makes several layers has no factors of its own.
+        whole = [x for x in value.layers if x.part_of is None and x.kernel in value.factors]
+        found = {x.kernel: (value.factors[x.kernel], x.rows) for x in whole}
+    elif isinstance(value, dict):
+        found = {name.removesuffix("^T"): ({"input": x}, None) for name, x in value.items()}
+    else:
+        raise ValueError(
+            f"{str(fisher.path)!r} holds a {type(value).__name__}; expected Kronecker factors "
+            "(--algorithm fedfisher_kfac of the command fisher) or Gram matrices (regmean)."
+        )
+    read = {}
+    for kernel, (sides, rows) in found.items():
+        if (name := _module(kernel, modules)) not in modules:
+            continue
+        read[name] = {side: fisher.arrays[x].whole() for side, x in sides.items()}
+        # The last row and column of an input factor belong to the bias, which does not change.
+        read[name]["input"] = read[name]["input"][(slice(rows),) * read[name]["input"].ndim]
+        for side, x in read[name].items():
+            if not np.isfinite(x).all() or (indefinite({"": x}) if x.ndim > 1 else x.min() < 0):
+                raise ValueError(
+                    f"{str(fisher.path)!r} has an {side} factor of {kernel!r} that is not finite "
+                    "or not positive semi-definite."
+                )
+    return read
 
 
 def _module(name: str, modules: Collection[str]) -> str:

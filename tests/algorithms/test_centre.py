@@ -196,7 +196,7 @@ def test_files_are_merged_with_the_start_and_refused_without(world, tmp_path):
     chex.assert_trees_all_close(found["w"], world.expected, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", [ROWS[2], SOME_LONG[4]])
+@pytest.mark.parametrize("name", [ROWS[0], ROWS[2], SOME_LONG[4]])
 def test_models_that_hardly_differ_are_merged_as_well_as_others(x64, name):
     """As fine-tuned ones: the tolerance is relative to their differences, not to their weights."""
     source, found = np.random.default_rng(0), []
