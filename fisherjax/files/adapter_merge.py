@@ -156,6 +156,7 @@ def _factors(
 
 def _read_factors(fisher: Fisher, modules: Collection[str]) -> dict[str, products.Factors]:
     [value] = fisher.values.values()
+    found: dict[str, tuple[Any, int | None]]
     if isinstance(value, Kronecker):
         # A kernel that makes several layers has no factors of its own.
         whole = [x for x in value.layers if x.part_of is None and x.kernel in value.factors]
