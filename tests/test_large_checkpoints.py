@@ -344,7 +344,7 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
         files.merge_files(out, folders, **how, progress=stop_at(leaf))
     left = out.with_name("out.unfinished")
     assert not out.exists()
-    assert {x.name for x in left.iterdir()} == {"journal", *SHARDS}
+    assert {x.name for x in left.iterdir()} == {".journal", *SHARDS}
     merged = []
     original = _pieces.merged_pieces
     monkeypatch.setattr(
@@ -364,10 +364,10 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
 
 
 SPOILS = {
-    "a cut line": lambda left: (left / "journal").write_text((left / "journal").read_text()[:-3]),
-    "no journal": lambda left: (left / "journal").unlink(),
-    "other numbers": lambda left: (left / "journal").write_text(
-        (left / "journal").read_text().replace('["fc.bias", ', '["fc.bias", 1')
+    "a cut line": lambda left: (left / ".journal").write_text((left / ".journal").read_text()[:-3]),
+    "no journal": lambda left: (left / ".journal").unlink(),
+    "other numbers": lambda left: (left / ".journal").write_text(
+        (left / ".journal").read_text().replace('["fc.bias", ', '["fc.bias", 1')
     ),
     "other bytes": lambda left: [
         x.write_bytes(x.read_bytes()[:-8] + bytes(8)) for x in left.glob("*.safetensors")

@@ -232,14 +232,16 @@ def _piece(
     if weight == 0:
         return np.zeros(where[1], stored.kind.dtype)
     found = stored.read(*where)
-    _check_finite(found, path, name)
+    check_finite(found, path, name)
     return found
 
 
-def _check_finite(piece: np.ndarray, path: Path, name: str) -> None:
+def check_finite(piece: np.ndarray, path: Path, name: str) -> None:
+    """Check that entries of an array are finite; a start in memory has no path."""
     if not _is_finite(piece):
+        where = repr(str(path)) if path != Path() else "The start"
         raise ValueError(
-            f"{str(path)!r} is not finite: {name}. The client diverged: train it with a smaller "
+            f"{where} is not finite: {name}. The client diverged: train it with a smaller "
             "learning rate, or leave it out with on_nonfinite='drop' (--on-nonfinite drop)."
         )
 
@@ -250,7 +252,7 @@ def mean_curvatures(plan: Plan, leaf: str) -> np.ndarray:
     for place, (fisher, weight) in enumerate(zip(plan.fishers, plan.weights, strict=True)):
         stored, name = _entries(fisher, leaf), f"fisher/{leaf}"
         for piece in _ahead(pieces_of(stored)) if weight > 0 else ():
-            _check_finite(piece, fisher.path, name)
+            check_finite(piece, fisher.path, name)
             if (piece < 0).any():
                 raise ValueError(
                     f"{str(fisher.path)!r} has a Fisher that is not symmetric positive "

@@ -86,6 +86,8 @@ def merge_adapters(
         )
     found: dict[str, PeftAdapter] = {}
     for folder in folders:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folders has {folder!r:.80}; expected paths, one for each client.")
         if os.path.realpath(folder) in map(os.path.realpath, found):
             raise ValueError(f"{str(folder)!r} is there twice; expected one folder a client.")
         found[os.fspath(folder)] = load_adapter(folder, limits)
@@ -97,6 +99,8 @@ def merge_adapters(
     embeddings = _embeddings(found)
     names = products.check(clients, labels=[repr(folder) for folder in found])
     if factors is not None:
+        for folder, held in zip(found, factors, strict=False):
+            _check_factors(folder, held)
         factors = [{_module(k, names): x for k, x in held.items()} for held in factors]
     how = {"rank": rank, "damping": damping, "in_span": in_span}
     merged = products.merge(clients, weights, factors, **how)
@@ -110,6 +114,24 @@ def merge_adapters(
         lost,
         tuple(name for name in names if not all(name in client for client in clients)),
     )
+
+
+def _check_factors(folder: str, held: Any) -> None:
+    """Check that Kronecker factors can be means of outer products; see also `products.merge`."""
+    if not isinstance(held, Mapping):
+        raise TypeError(f"The factors of {folder!r} are {held!r:.60}; expected a dict by module.")
+    for name, sides in held.items():
+        for side, factor in sides.items():
+            matrix = np.asarray(factor)
+            least = np.diagonal(matrix) if matrix.ndim == 2 else matrix
+            size = 1e-3 * np.abs(matrix).max(initial=0)
+            is_symmetric = matrix.ndim != 2 or matrix.shape != matrix.T.shape
+            is_symmetric = is_symmetric or bool((np.abs(matrix - matrix.T) <= size).all())
+            if not (is_symmetric and np.isfinite(matrix).all() and (least >= 0).all()):
+                raise ValueError(
+                    f"The {side} factor of {name!r} of {folder!r} is not finite, symmetric and "
+                    "positive semi-definite; expected a mean of outer products."
+                )
 
 
 def _check_finite(found: Mapping[str, PeftAdapter]) -> None:
