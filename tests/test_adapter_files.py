@@ -343,7 +343,7 @@ def test_factors_that_are_no_means_of_outer_products_are_refused(tmp_path, facto
     config = OFF | {"r": 2, "lora_alpha": 2, "target_modules": ["query"]}
     arrays = {"query.lora_A.weight": counted((2, 6)), "query.lora_B.weight": counted((5, 2))}
     folder = write(tmp_path / "ann", config, arrays)
-    with pytest.raises(ValueError, match="input factor of 'query' of .*ann' is not finite, symm"):
+    with pytest.raises(ValueError, match=r"input factor of 'query' of .*ann' is not finite, symm"):
         merge_adapters(tmp_path / "out", [folder], factors=[{"query": {"input": factor}}])
 
 
@@ -358,3 +358,10 @@ def test_an_adapter_that_could_not_be_read_is_not_written(tmp_path, adapter):
     with pytest.raises(ValueError, match="expected a rank of at least 1 and a number"):
         save_adapter(tmp_path / "ann", {"query": adapter})
     assert not (tmp_path / "ann").exists()
+
+
+def test_a_link_is_no_new_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ann").symlink_to(tmp_path / "empty")
+    with pytest.raises(ValueError, match="ann' exists; expected a new folder"):
+        save_adapter(tmp_path / "ann", {"query": Adapter(np.ones((1, 2)), np.ones((3, 1)))})

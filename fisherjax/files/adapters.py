@@ -185,7 +185,9 @@ def _adapter(
 def new_folder(folder: str | os.PathLike) -> Path:
     """Return the path of a folder; raise if it exists and is not empty."""
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    # A new folder is moved to this place, which does not follow links.
+    is_free = folder.is_dir() and not any(folder.iterdir())
+    if folder.is_symlink() or (folder.exists() and not is_free):
         raise ValueError(
             f"{str(folder)!r} exists; expected a new folder: remove it, or take another."
         )
