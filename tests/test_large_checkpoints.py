@@ -750,3 +750,18 @@ def test_a_fisher_file_does_not_replace_its_checkpoint(tmp_path, capsys):
     assert main(["fisher", str(path), str(path), "--import", f"{source}:made"]) == 1
     assert "exists, and is no Fisher file" in capsys.readouterr().err
     assert path.read_bytes() == before
+
+
+def test_ties_of_float64_keeps_as_many_entries_as_the_density_says(tmp_path, x64):
+    """Magnitudes that differ in their last bits only are ordered in float64, too."""
+    source, size, kept = np.random.RandomState(0), 40, 12
+    change = (1 + source.permutation(size) * 1e-12) * source.choice([-1, 1], size)
+    single = np.zeros(3, "float32")  # a leaf of another width, which loses all entries
+    path, out = tmp_path / "a.safetensors", tmp_path / "out.safetensors"
+    save_file({"w": 5 + change, "v": single}, path)
+    start, how = {"w": np.full(size, 5.0), "v": single}, {"algorithm": "ties", "scaling": 1.0}
+    files.merge_files(out, [path], **how, start=start, density=kept / (size + 3))
+    largest = np.argsort(np.abs(change))[-kept:]
+    expected = np.full(size, 5.0)
+    expected[largest] += change[largest]
+    np.testing.assert_allclose(files.load_arrays(out)["w"], expected, rtol=1e-14)
