@@ -102,7 +102,7 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(patterns, dict):
             raise ValueError(f"{str(path)!r}: {pattern} is {patterns!r:.60}; expected an object.")
         for key, x in ({name: config.get(name)} | patterns).items():
-            if not is_number(x, kinds) or (kinds is int and x < 1):
+            if not is_number(x, kinds) or (kinds is int and x < 1):  # pyright: ignore
                 least = " of at least 1" * (kinds is int)
                 raise ValueError(f"{str(path)!r}: {key} is {x!r:.60}; expected a number{least}.")
         for key in patterns:
