@@ -253,7 +253,10 @@ def spoiled(fisher, params):
             operator(1, structure="diagonal"),
             r"1\.safetensors' holds a Diagonal; expected Kronecker",
         ),
-        (spoiled(*operator(1, structure="grams")), "input factor of 'query.weight' that is not"),
+        (
+            spoiled(*operator(1, structure="grams")),
+            "input factor of 'query' of .*1.safetensors' is not",
+        ),
     ],
 )
 def test_fisher_files_that_do_not_fit_are_named(tmp_path, second, words):
@@ -301,6 +304,15 @@ def test_an_option_that_would_change_the_adapter_is_named(tmp_path, name):
         ({"r": 3}, {}, r"'query' has factors A \(2, 6\) and B \(5, 2\); expected \[3, inputs\]"),
         ({"r": "2"}, {}, "r is '2'; expected a number"),
         ({"rank_pattern": {"(": 3}}, {}, "which is no regular expression"),
+        ({"r": 0}, {}, "r is 0; expected a number of at least 1"),
+        ({"rank_pattern": {"query": -2}}, {}, "query is -2; expected a number of at least 1"),
+        ({"lora_alpha": 10**400}, {}, "lora_alpha is 1000.*; expected a number"),
+        ({"rank_pattern": {"(?i)Query": 2}}, {}, "no regular expression .global flags"),
+        ({"target_modules": "("}, {}, "target_modules has '.', which is no regular expression"),
+        ({"target_modules": 5}, {}, "target_modules is 5; expected text, or a list"),
+        ({"layers_pattern": 3}, {}, "layers_pattern is 3; expected text, or a list"),
+        ({"layers_to_transform": "3"}, {}, "layers_to_transform is '3'; expected an integer"),
+        ({}, {"query.lora_embedding_A": counted((2, 6))}, "as a layer and as an embedding"),
         ({"use_rslora": 1}, {}, "use_rslora is 1; expected true or false"),
         ({"target_modules": ["key"]}, {}, "by its configuration .* peft does not adapt it"),
         ({"exclude_modules": ["query"]}, {}, "peft does not adapt it"),
@@ -401,3 +413,48 @@ def test_what_is_not_finite_is_not_written(tmp_path):
         with pytest.raises(ValueError, match="adapter of 'query' is not finite"):
             save_adapter(tmp_path / "out", {"query": wrong})
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bool", "complex64"])
+def test_factors_that_are_no_floats_are_refused(tmp_path, dtype):
+    config = OFF | {"r": 2, "lora_alpha": 2, "target_modules": ["query"]}
+    arrays = {"query.lora_A.weight": counted((2, 6)), "query.lora_B.weight": counted((5, 2))}
+    folders = []
+    for name in ("ann", "bob"):
+        folders.append(write(tmp_path / name, config, arrays))
+        wrong = {PREFIX + x: y.astype(dtype) for x, y in arrays.items()}
+        save_file(wrong, folders[-1] / "adapter_model.safetensors")
+    with pytest.raises(TypeError, match=f"factor A of 'query' is of {dtype}; expected floats"):
+        merge_adapters(tmp_path / "out", folders)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "factor", [np.triu(np.ones((6, 6))), -np.eye(6), np.full((6, 6), np.nan), -np.ones(6)]
+)
+def test_factors_that_are_no_means_of_outer_products_are_refused(tmp_path, factor):
+    config = OFF | {"r": 2, "lora_alpha": 2, "target_modules": ["query"]}
+    arrays = {"query.lora_A.weight": counted((2, 6)), "query.lora_B.weight": counted((5, 2))}
+    folder = write(tmp_path / "ann", config, arrays)
+    with pytest.raises(ValueError, match=r"input factor of 'query' of .*ann' is not finite, symm"):
+        merge_adapters(tmp_path / "out", [folder], factors=[{"query": {"input": factor}}])
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        Adapter(np.ones((0, 2)), np.ones((3, 0))),
+        Adapter(np.ones((1, 2)), np.ones((3, 1)), np.ones(1)),
+    ],
+)
+def test_an_adapter_that_could_not_be_read_is_not_written(tmp_path, adapter):
+    with pytest.raises(ValueError, match="expected a rank of at least 1 and a number"):
+        save_adapter(tmp_path / "ann", {"query": adapter})
+    assert not (tmp_path / "ann").exists()
+
+
+def test_a_link_is_no_new_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ann").symlink_to(tmp_path / "empty")
+    with pytest.raises(ValueError, match="ann' exists; expected a new folder"):
+        save_adapter(tmp_path / "ann", {"query": Adapter(np.ones((1, 2)), np.ones((3, 1)))})

@@ -368,7 +368,7 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
         files.merge_files(out, folders, **how, progress=stop_at(leaf))
     left = out.with_name("out.unfinished")
     assert not out.exists()
-    assert {x.name for x in left.iterdir()} == {"journal", *SHARDS}
+    assert {x.name for x in left.iterdir()} == {".journal", *SHARDS}
     merged = []
     original = _pieces.merged_pieces
     monkeypatch.setattr(
@@ -388,10 +388,10 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
 
 
 SPOILS = {
-    "a cut line": lambda left: (left / "journal").write_text((left / "journal").read_text()[:-3]),
-    "no journal": lambda left: (left / "journal").unlink(),
-    "other numbers": lambda left: (left / "journal").write_text(
-        (left / "journal").read_text().replace('["fc.bias", ', '["fc.bias", 1')
+    "a cut line": lambda left: (left / ".journal").write_text((left / ".journal").read_text()[:-3]),
+    "no journal": lambda left: (left / ".journal").unlink(),
+    "other numbers": lambda left: (left / ".journal").write_text(
+        (left / ".journal").read_text().replace('["fc.bias", ', '["fc.bias", 1')
     ),
     "other bytes": lambda left: [
         x.write_bytes(x.read_bytes()[:-8] + bytes(8)) for x in left.glob("*.safetensors")
@@ -693,3 +693,99 @@ def test_the_page_about_checkpoints_runs_and_its_command_makes_the_same_file(
     assert main(command.replace("model-a/", "a.safetensors").split()) == 0
     for name, found in files.load_arrays("a.fisher.safetensors").items():
         np.testing.assert_allclose(found, before[name], rtol=1e-4)
+
+
+def test_a_number_of_the_journal_that_was_changed_is_not_believed(folders, start):
+    out, how = start.with_name("out"), {"algorithm": "ties", "start": start}
+    with pytest.raises(KeyboardInterrupt):
+        files.merge_files(out, folders, **how, progress=stop_at("head.weight"))
+    journal = out.with_name("out.unfinished") / ".journal"
+    text = journal.read_text()
+    assert '"smallest": [' in text
+    # Still a number, and so large that everything would be trimmed.
+    journal.write_text(text.replace('"smallest": [', '"smallest": [9'))
+    files.merge_files(out, folders, **how)
+    whole = out.with_name("whole")
+    files.merge_files(whole, folders, **how)
+    assert everything(out) == everything(whole)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_what_no_merge_wrote_is_not_removed(folders, is_folder):
+    other = folders[0].with_name("out.unfinished")
+    if is_folder:
+        other.mkdir()
+        other = other / "thesis.txt"
+    other.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"out\.unfinished' is needed .* no merge wrote it"):
+        files.merge_files(folders[0].with_name("out"), folders)
+    assert other.read_text() == "mine"
+
+
+def test_a_file_called_journal_is_copied_like_others(folders):
+    (folders[0] / "journal").write_text("of the model")
+    out = folders[0].with_name("out")
+    files.merge_files(out, folders)
+    assert (out / "journal").read_text() == "of the model"
+
+
+@pytest.mark.parametrize("name", ["merged", "merged.safetensors", "1_Pooling/merged"])
+def test_a_result_within_a_folder_that_is_read_is_refused(folders, name):
+    before = everything(folders[1])
+    with pytest.raises(ValueError, match="which is read: write to a place outside of it"):
+        files.merge_files(folders[1] / name, folders)
+    assert everything(folders[1]) == before
+
+
+def test_a_folder_and_the_file_in_it_are_one_checkpoint(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two.safetensors"
+    one.mkdir()
+    save_file({"w": np.ones(2, "float32")}, one / "model.safetensors")
+    save_file({"w": np.zeros(2, "float32")}, two)
+    with pytest.raises(ValueError, match="is read twice"):
+        files.merge_files(tmp_path / "out", [one, two, one / "model.safetensors"])
+
+
+def test_nan_in_an_array_that_is_copied_is_refused(tmp_path):
+    paths = []
+    for number in range(2):
+        paths.append(tmp_path / f"{number}.safetensors")
+        arrays = {"w": np.ones(2, "float32"), "head": np.full(2 + number, np.nan, "float32")}
+        save_file(arrays, paths[-1])
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(ValueError, match=r"0\.safetensors' is not finite: head"):
+        files.merge_files(out, paths, unequal="first")
+    assert not out.exists()
+
+
+def test_iso_c_of_an_empty_matrix_is_empty(tmp_path):
+    arrays, path = {"w": np.zeros((0, 3), "float32"), "b": np.ones(2, "float32")}, tmp_path / "a"
+    save_file(arrays, path := path.with_suffix(".safetensors"))
+    out = tmp_path / "out.safetensors"
+    files.merge_files(out, [path], algorithm="iso_c", start=arrays)
+    assert files.load_arrays(out)["w"].shape == (0, 3)
+
+
+def test_a_fisher_file_does_not_replace_its_checkpoint(tmp_path, capsys):
+    path, source = tmp_path / "a.safetensors", tmp_path / "mine.py"
+    save_file({"w": np.ones((2, 1), "float32")}, path)
+    source.write_text("def made(): raise RuntimeError")
+    before = path.read_bytes()
+    assert main(["fisher", str(path), str(path), "--import", f"{source}:made"]) == 1
+    assert "exists, and is no Fisher file" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_ties_of_float64_keeps_as_many_entries_as_the_density_says(tmp_path, x64):
+    """Magnitudes that differ in their last bits only are ordered in float64, too."""
+    source, size, kept = np.random.RandomState(0), 40, 12
+    change = (1 + source.permutation(size) * 1e-12) * source.choice([-1, 1], size)
+    single = np.zeros(3, "float32")  # a leaf of another width, which loses all entries
+    path, out = tmp_path / "a.safetensors", tmp_path / "out.safetensors"
+    save_file({"w": 5 + change, "v": single}, path)
+    start, how = {"w": np.full(size, 5.0), "v": single}, {"algorithm": "ties", "scaling": 1.0}
+    files.merge_files(out, [path], **how, start=start, density=kept / (size + 3))
+    largest = np.argsort(np.abs(change))[-kept:]
+    expected = np.full(size, 5.0)
+    expected[largest] += change[largest]
+    np.testing.assert_allclose(files.load_arrays(out)["w"], expected, rtol=1e-14)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax._core import checks
 from fisherjax.adapters.base import Adapter, Factors
@@ -32,6 +33,13 @@ def check(
                     f"{label}: the adapter of {name!r} has factors {a} and {b}; expected A "
                     "[r, inputs] and B [outputs, r]."
                 )
+            for side, factor in zip("AB", adapter[:2], strict=True):
+                dtype = (factor if hasattr(factor, "dtype") else np.asarray(factor)).dtype
+                if not jnp.issubdtype(dtype, jnp.floating):
+                    raise TypeError(
+                        f"{label}: factor {side} of {name!r} is of {dtype}; expected floats. "
+                        "Quantized numbers mean nothing without their scales."
+                    )
             first, found = shapes.setdefault(name, (label, (a[1], b[0])))
             if found != (a[1], b[0]):
                 raise ValueError(

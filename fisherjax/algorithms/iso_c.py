@@ -51,7 +51,7 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
     checks.number("scaling", scaling)
 
     def merged(mean: Array, count: Array) -> Array:
-        is_matrix = mean.ndim == 2 or mean.ndim > 3
+        is_matrix = mean.size > 0 and (mean.ndim == 2 or mean.ndim > 3)
         return scaling * _isotropic(count * mean) if is_matrix else mean
 
     return adding_changes(merged, kind="params")

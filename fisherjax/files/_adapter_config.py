@@ -36,6 +36,7 @@ _WITHOUT_EFFECT = {
     *("peft_version", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size"),
     *("eva_config", "runtime_config"),
 }
+_KINDS = {str: "text", int: "an integer"}
 # Other initialisations change the base, so that the product is no change of the original one.
 _PLAIN_INITS = (True, False, "true", "false", "gaussian", "eva", "orthogonal")
 
@@ -67,6 +68,7 @@ def read_config(path: Path, limits: Limits) -> dict[str, Any]:
             "the adapter with peft."
         )
     _check_numbers(path, config)
+    _check_modules(path, config)
     return config
 
 
@@ -89,7 +91,8 @@ def _faults(config: Mapping[str, Any]) -> list[str]:
 
 def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
     def is_number(x: Any, kinds: type | tuple) -> bool:
-        return isinstance(x, kinds) and not isinstance(x, bool) and math.isfinite(x)
+        # Integers may be longer than any float.
+        return isinstance(x, kinds) and not isinstance(x, bool) and abs(x) < 1e300
 
     for name, pattern, kinds in (
         ("r", "rank_pattern", int),
@@ -99,20 +102,46 @@ def _check_numbers(path: Path, config: Mapping[str, Any]) -> None:
         if not isinstance(patterns, dict):
             raise ValueError(f"{str(path)!r}: {pattern} is {patterns!r:.60}; expected an object.")
         for key, x in ({name: config.get(name)} | patterns).items():
-            if not is_number(x, kinds):
-                raise ValueError(f"{str(path)!r}: {key} is {x!r:.60}; expected a number.")
+            if not is_number(x, kinds) or (kinds is int and x < 1):  # pyright: ignore
+                least = " of at least 1" * (kinds is int)
+                raise ValueError(f"{str(path)!r}: {key} is {x!r:.60}; expected a number{least}.")
         for key in patterns:
-            try:
-                re.compile(key)
-            except re.error as error:
-                raise ValueError(
-                    f"{str(path)!r}: {pattern} has {key!r:.60}, which is no regular expression "
-                    f"({error})."
-                ) from error
+            # The second is how it is used, in which some expressions are none.
+            _check_expressions(path, pattern, key, f"(.*)({key})")
     if not isinstance(config.get("use_rslora", False), bool):
         raise ValueError(
             f"{str(path)!r}: use_rslora is {config['use_rslora']!r:.60}; expected true or false."
         )
+
+
+def _check_expressions(path: Path, option: str, *expressions: str) -> None:
+    for each in expressions:
+        try:
+            re.compile(each)
+        except re.error as error:
+            raise ValueError(
+                f"{str(path)!r}: {option} has {each!r:.60}, which is no regular expression "
+                f"({error})."
+            ) from error
+
+
+def _check_modules(path: Path, config: Mapping[str, Any]) -> None:
+    """Check the options that say which modules are adapted."""
+    for name, kind in (
+        ("target_modules", str),
+        ("exclude_modules", str),
+        ("layers_pattern", str),
+        ("layers_to_transform", int),
+    ):
+        value = config.get(name)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(x) is kind for x in items):
+            raise ValueError(
+                f"{str(path)!r}: {name} is {value!r:.60}; expected {_KINDS[kind]}, or a list."
+            )
+        # A list of modules has their names, and not expressions.
+        if kind is str and (isinstance(value, str) or name == "layers_pattern"):
+            _check_expressions(path, name, *items)
 
 
 def rank_and_scale(config: Mapping[str, Any], module: str) -> tuple[int, float]:

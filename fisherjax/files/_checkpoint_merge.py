@@ -28,7 +28,7 @@ from fisherjax.files._compared import UNEQUAL, Sources, compare, in_memory
 from fisherjax.files._fishers import check_fishers, hash_of, open_fisher
 from fisherjax.files._leaf_writers import Task, kind_of, write_layers, write_pieces
 from fisherjax.files._limits import ArrayKind, Limits
-from fisherjax.files._pieces import Plan, find_nonfinite
+from fisherjax.files._pieces import Plan, check_finite, find_nonfinite
 from fisherjax.files._reads import check_clients, check_names, checkpoint_method
 from fisherjax.files._records import Merge, plain_record
 from fisherjax.files._shown import shown
@@ -94,7 +94,9 @@ def merge_plain(
         opened = open_checkpoint(start, limits) if is_files else in_memory(start, limits)
         sources = sources._replace(start=opened)
     check_out(out, [stored.path for x in models for stored in x.arrays.values()])
+    _check_outside(out, sources)
     check_clients([plain_record(model) for model in models])
+    _check_files(models)
     # The method for which Fisher files are is told by what they hold.
     default = sources.fishers[0].algorithm if sources.fishers else plain_record(models[0]).algorithm
     name = default if algorithm is None else algorithm
@@ -154,6 +156,7 @@ def _merge(out: Path, sources: Sources, task: Task) -> Merge:
         for name, stored in compared.copied.items():
             if name not in output.done:
                 for piece in pieces_of(stored):
+                    check_finite(piece, stored.path, name)
                     output.put(name, piece)
                 output.finish(name)
         write = write_layers if pieces is None else write_pieces
@@ -186,6 +189,30 @@ def check_out(out: Path, paths: list[Path]) -> None:
     # Compared as files, because one file may have several paths.
     if out.is_file() and any(out.samefile(path) for path in {*paths} if path != Path()):
         raise ValueError(f"{str(out)!r} is one of the uploads: write the model to another file.")
+
+
+def _check_outside(out: Path, sources: Sources) -> None:
+    """Check that the result is in none of the folders that are read, whose files it would join."""
+    target = Path(os.path.realpath(out))
+    for source in (*sources.models, sources.start):
+        if source is None or not source.is_folder:
+            continue
+        if target.is_relative_to(folder := os.path.realpath(source.path)):
+            raise ValueError(
+                f"{str(out)!r} is in {folder!r}, which is read: write to a place outside of it."
+            )
+
+
+def _check_files(models: list[Checkpoint]) -> None:
+    """Check that no file belongs to two checkpoints, such as a folder and the file in it."""
+    owners: dict[str, Checkpoint] = {}
+    for model in models:
+        for path in {os.path.realpath(stored.path) for stored in model.arrays.values()}:
+            if (first := owners.setdefault(path, model)) is not model:
+                raise ValueError(
+                    f"{path!r} is read twice, by {str(first.path)!r} and {str(model.path)!r}: "
+                    "merge only one of them."
+                )
 
 
 def _shards(

@@ -17,6 +17,21 @@ from fisherjax.files.arrays import load_arrays
 from fisherjax.files.uploads import of_client
 
 
+def _check_replaceable(out: Path) -> None:
+    """Check that no checkpoint is replaced by those who forget the name of the file to write."""
+    if not out.is_file():
+        return
+    try:
+        is_fisher = base.opened(out).about.get("what") == "fisher"
+    except ValueError:
+        is_fisher = False
+    if not is_fisher:
+        raise ValueError(
+            f"{str(out)!r} is the file to write, but it exists, and is no Fisher file: name another"
+            " one, or remove it first."
+        )
+
+
 def save_imported(
     out: str, checkpoint: str, source: str, algorithm: str, *, options: dict[str, Any], seed: int
 ) -> int:
@@ -42,7 +57,7 @@ def save_imported(
         raise ValueError(
             f"--import is {source!r}; expected FILE.py:FUNCTION, of a file that exists"
         )
-    base.checked_path(out, ".safetensors")
+    _check_replaceable(base.checked_path(out, ".safetensors"))
     arrays = load_arrays(checkpoint)
     # As Python itself does for a file that it runs, which may import others beside it.
     sys.path.insert(0, str(Path(path).resolve().parent))

@@ -107,7 +107,7 @@ def merged_pieces(
             start = _stacked([start], padded)[0]
             if plan.pieces.unit == "leaf":
                 models, start = models.reshape(-1, *shape), start.reshape(shape)
-            local = () if facts is None else np.asarray(facts, models.dtype)
+            local = () if facts is None else np.asarray(facts, jax.dtypes.canonicalize_dtype(float))
             values = _sent(plan.method, models, start, local)
             update = Update(values, plan.method.kind)
             merged = merging.merge(plan.method, {"": start}, update, plan.weights)[0][""]
@@ -162,32 +162,39 @@ def smallest_kept(
 ) -> list[float]:
     """Find the smallest magnitude of the share of each model's changes that is kept.
 
-    Magnitudes are ordered as their bits are. The first pass counts their upper halves, and so finds
-    that of the number sought; the second counts the lower halves of those that share it.
+    Magnitudes are ordered as their bits are. The first pass counts their upper 16 bits, and so
+    finds those of the number sought; each other counts the next 16 bits of those that share them.
     """
+    sources = (*plan.models, *([] if plan.start is None else [plan.start]))
+    kinds = [model.arrays[leaf].kind.dtype for model in sources for leaf in plan.leaves]
+    # As wide as the merge computes changes.
+    wide = jax.dtypes.canonicalize_dtype(jnp.result_type(jnp.float32, *kinds))
+    parts, unsigned = wide.itemsize // 2, f"u{wide.itemsize}"
     sizes = [plan.models[0].arrays[leaf].size for leaf in plan.leaves]
     kept = np.full(len(plan.models), max(1, round(plan.share * sum(sizes))))
     upper = np.zeros(len(plan.models), np.int64)
-    for half in range(2):
+    for part in range(parts):
+        shift = 16 * (parts - 1 - part)
         counts = np.zeros((len(plan.models), _HALF), np.int64)
         for number, leaf in enumerate(plan.leaves):
             if progress is not None:
                 progress(f"magnitudes of {leaf}", number, len(plan.leaves))
             for read in _ahead(_read(plan, leaf)):
-                start = np.asarray(read.start, np.float32)
+                own_dtype = jnp.result_type(jnp.float32, read.start, *read.models)
+                own_dtype = jax.dtypes.canonicalize_dtype(own_dtype)
+                start = np.asarray(read.start, own_dtype)
                 for client, own in enumerate(read.models):
-                    bits = np.abs(own.astype(np.float32) - start).view(np.uint32)
-                    if half:
+                    change = np.abs(own.astype(own_dtype) - start).astype(wide, copy=False)
+                    bits = change.view(unsigned) >> shift
+                    if part:
                         bits = bits[(bits >> 16) == upper[client]] & (_HALF - 1)
-                    else:
-                        bits = bits >> 16
-                    counts[client] += np.bincount(bits, minlength=_HALF)
+                    counts[client] += np.bincount(bits.astype(np.int64), minlength=_HALF)
         from_above = counts[:, ::-1].cumsum(1)
         places = (from_above < kept[:, None]).sum(1)
         # How many of the rest are sought among those with this half.
         before = np.where(places > 0, from_above[np.arange(len(places)), places - 1], 0)
         kept, upper = kept - before, (upper << 16) + (_HALF - 1 - places)
-    return [float(x) for x in upper.astype(np.uint32).view(np.float32)]
+    return [float(x) for x in upper.astype(unsigned).view(wide)]
 
 
 def find_nonfinite(plan: Plan) -> dict[str, str]:
@@ -232,14 +239,16 @@ def _piece(
     if weight == 0:
         return np.zeros(where[1], stored.kind.dtype)
     found = stored.read(*where)
-    _check_finite(found, path, name)
+    check_finite(found, path, name)
     return found
 
 
-def _check_finite(piece: np.ndarray, path: Path, name: str) -> None:
+def check_finite(piece: np.ndarray, path: Path, name: str) -> None:
+    """Check that entries of an array are finite; a start in memory has no path."""
     if not _is_finite(piece):
+        where = repr(str(path)) if path != Path() else "The start"
         raise ValueError(
-            f"{str(path)!r} is not finite: {name}. The client diverged: train it with a smaller "
+            f"{where} is not finite: {name}. The client diverged: train it with a smaller "
             "learning rate, or leave it out with on_nonfinite='drop' (--on-nonfinite drop)."
         )
 
@@ -250,7 +259,7 @@ def mean_curvatures(plan: Plan, leaf: str) -> np.ndarray:
     for place, (fisher, weight) in enumerate(zip(plan.fishers, plan.weights, strict=True)):
         stored, name = _entries(fisher, leaf), f"fisher/{leaf}"
         for piece in _ahead(pieces_of(stored)) if weight > 0 else ():
-            _check_finite(piece, fisher.path, name)
+            check_finite(piece, fisher.path, name)
             if (piece < 0).any():
                 raise ValueError(
                     f"{str(fisher.path)!r} has a Fisher that is not symmetric positive "

@@ -18,7 +18,8 @@ from fisherjax.files import base
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._paths import locked
 
-_JOURNAL = "journal"
+# Hidden, as hidden files are not copied from a checkpoint's folder, so that none has this name.
+_JOURNAL = ".journal"
 
 
 class Shard(NamedTuple):
@@ -82,12 +83,14 @@ def unfinished(out: Path, shards: dict[str, Shard], key: str, more: int = 0) -> 
         more: Bytes of further files, which the caller writes into the folder.
 
     Raises:
-        OSError: If the disk has too little space, or another process writes the same result.
+        OSError: If the disk has too little space, another process writes the same result, or the
+            folder beside it is not one of unfinished files.
     """
     target = Path(os.path.realpath(out))
     folder = target.with_name(f"{target.name}.unfinished")
     if not folder.parent.is_dir():
         raise FileNotFoundError(f"the folder {str(folder.parent)!r} does not exist: make it first")
+    _check_own(folder, shards)
     existing = [path for path in folder.rglob("*") if path.is_file()]
     needed = sum(each.nbytes for each in shards.values()) + more
     needed -= sum(min(path.stat().st_blocks * 512, path.stat().st_size) for path in existing)
@@ -120,9 +123,22 @@ def unfinished(out: Path, shards: dict[str, Shard], key: str, more: int = 0) -> 
         (folder / _JOURNAL).unlink()
         if out.name in shards:
             os.replace(folder / out.name, target)
-            folder.rmdir()
+            shutil.rmtree(folder)
         else:
             os.replace(folder, target)
+
+
+def _check_own(folder: Path, shards: Mapping[str, Shard]) -> None:
+    """Check that a folder is new, or that an unfinished merge left it, as it will be removed."""
+    is_own = not folder.exists() or (folder.is_dir() and not folder.is_symlink())
+    if is_own and folder.exists() and not (folder / _JOURNAL).exists():
+        # A process that was killed early left nothing but new files.
+        is_own = {path.name for path in folder.iterdir()} <= shards.keys()
+    if not is_own:
+        raise FileExistsError(
+            f"{str(folder)!r} is needed for unfinished files, but it exists, and no merge wrote "
+            "it: rename it, or write to another place"
+        )
 
 
 def _opened(
@@ -151,7 +167,9 @@ def _opened(
         written[leaf] = size + content.nbytes, zlib.crc32(content, check)
 
     def add(line: Any) -> None:
-        journal.write(json.dumps(line) + "\n")
+        text = json.dumps(line)
+        # A checksum, because a number that was changed would still be one.
+        journal.write(json.dumps([line, zlib.crc32(text.encode())]) + "\n")
         journal.flush()
 
     def finish(leaf: str) -> None:
@@ -182,7 +200,9 @@ def _left(folder: Path, shards: dict[str, Shard], key: str) -> tuple[set[str], d
             with open(folder / name, "rb") as file:
                 if file.read(len(each.header)) != each.header:
                     return set(), {}
-        for line in lines:
+        for line, sealed in lines:
+            if zlib.crc32(json.dumps(line).encode()) != sealed:
+                return set(), {}
             if isinstance(line, dict):
                 notes |= line
                 continue
@@ -192,7 +212,7 @@ def _left(folder: Path, shards: dict[str, Shard], key: str) -> tuple[set[str], d
                 return set(), {}
             done.add(leaf)
     # A process may be killed while it writes a line, and a disk may lose what was written.
-    except (OSError, KeyError, TypeError, ValueError):
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
         return set(), {}
     return done, notes
 

@@ -93,6 +93,8 @@ def merge_adapters(
         )
     found: dict[str, PeftAdapter] = {}
     for folder in folders:
+        if not isinstance(folder, (str, os.PathLike)):
+            raise TypeError(f"folders has {folder!r:.80}; expected paths, one for each client.")
         if os.path.realpath(folder) in map(os.path.realpath, found):
             raise ValueError(f"{str(folder)!r} is there twice; expected one folder a client.")
         found[os.fspath(folder)] = load_adapter(folder, limits)
@@ -104,7 +106,7 @@ def merge_adapters(
     embeddings = _embeddings(found)
     labels = [repr(folder) for folder in found]
     names = products.check(clients, labels=labels)
-    held = None if factors is None else _factors(factors, names, limits)
+    held = None if factors is None else _factors(factors, names, labels, limits)
     products.check(clients, held, labels)
     how = {"rank": rank, "damping": damping, "in_span": in_span}
     merged = products.merge(clients, weights, held, **how)
@@ -117,6 +119,33 @@ def merge_adapters(
         {name: x.a.shape[0] for name, x in merged.items()},
         lost,
         tuple(name for name in names if not all(name in client for client in clients)),
+    )
+
+
+def _check_factors(source: str, held: Any) -> None:
+    """Check that Kronecker factors can be means of outer products; see also `products.merge`."""
+    if not isinstance(held, Mapping):
+        raise TypeError(
+            f"The factors of {source} are {held!r:.60}; expected a dict by module, or the path of "
+            "a Fisher file."
+        )
+    for name, sides in held.items():
+        for side, factor in sides.items():
+            if not _is_semidefinite(np.asarray(factor)):
+                raise ValueError(
+                    f"The {side} factor of {name!r} of {source} is not finite, symmetric and "
+                    "positive semi-definite; expected a mean of outer products."
+                )
+
+
+def _is_semidefinite(factor: np.ndarray) -> bool:
+    """Return whether a matrix, or a vector that stands for a diagonal, has no negative part."""
+    if not np.isfinite(factor).all():
+        return False
+    # A matrix that is not square is refused with the shapes of its module.
+    is_square = factor.ndim == 2 and factor.shape[0] == factor.shape[1]
+    return (
+        not indefinite({"": factor}) if is_square else factor.ndim != 1 or bool((factor >= 0).all())
     )
 
 
@@ -141,17 +170,18 @@ def _embeddings(found: Mapping[str, PeftAdapter]) -> frozenset[str]:
 
 
 def _factors(
-    given: Sequence[Any], modules: Collection[str], limits: Limits
+    given: Sequence[Any], modules: Collection[str], labels: Sequence[str], limits: Limits
 ) -> list[dict[str, products.Factors]]:
     """Return the factors of each client by module, read from its Fisher file if it has one."""
     if isinstance(given, (str, bytes, os.PathLike)):
         raise TypeError(f"factors is {given!r:.80}; expected a list with one item for each client.")
-    return [
-        {_module(name, modules): x for name, x in each.items()}
-        if isinstance(each, Mapping)
-        else _read_factors(open_fisher(each, limits), modules)
-        for each in given
-    ]
+    read = []
+    for source, each in zip(labels, given, strict=False):
+        is_path = isinstance(each, (str, os.PathLike))
+        held = _read_factors(open_fisher(each, limits), modules) if is_path else each
+        _check_factors(repr(str(each)) if is_path else source, held)
+        read.append({_module(name, modules): x for name, x in held.items()})
+    return read
 
 
 def _read_factors(fisher: Fisher, modules: Collection[str]) -> dict[str, products.Factors]:
@@ -175,12 +205,6 @@ def _read_factors(fisher: Fisher, modules: Collection[str]) -> dict[str, product
         read[name] = {side: fisher.arrays[x].whole() for side, x in sides.items()}
         # The last row and column of an input factor belong to the bias, which does not change.
         read[name]["input"] = read[name]["input"][(slice(rows),) * read[name]["input"].ndim]
-        for side, x in read[name].items():
-            if not np.isfinite(x).all() or (indefinite({"": x}) if x.ndim > 1 else x.min() < 0):
-                raise ValueError(
-                    f"{str(fisher.path)!r} has an {side} factor of {kernel!r} that is not finite "
-                    "or not positive semi-definite."
-                )
     return read
 
 

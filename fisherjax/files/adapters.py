@@ -75,7 +75,13 @@ def load_adapter(folder: str | os.PathLike, limits: Limits = LIMITS) -> PeftAdap
         if (match := _NAME.fullmatch(name)) is None:
             others.append(name)
             continue
-        sides.setdefault(match[1], {})[match[2] or match[3]] = array
+        own = sides.setdefault(match[1], {})
+        if (match[2] or match[3]) in own or (own and bool(match[3]) != (match[1] in embeddings)):
+            raise ValueError(
+                f"{str(folder)!r} holds {match[1]!r} as a layer and as an embedding; expected one "
+                "of them."
+            )
+        own[match[2] or match[3]] = array
         embeddings |= {match[1]} if match[3] else set()
     if others:
         raise ValueError(
@@ -131,12 +137,18 @@ def save_adapter(
         raise ValueError(f"embeddings has {unknown}, which are no modules of {sorted(adapters)}.")
     arrays = {}
     for name, adapter in adapters.items():
+        rank = np.shape(adapter.a)[0]
+        if rank < 1 or np.ndim(adapter.scale):
+            raise ValueError(
+                f"The adapter of {name!r} has rank {rank} and scale {adapter.scale!r:.60}; expected"
+                " a rank of at least 1 and a number: leave out modules without a change."
+            )
         if not all(np.isfinite(np.asarray(x)).all() for x in adapter):
             raise ValueError(f"The adapter of {name!r} is not finite; expected finite numbers.")
         ends = ("embedding_A", "embedding_B") if name in embeddings else ("A.weight", "B.weight")
         for end, factor in zip(ends, adapter[:2], strict=True):
             arrays[f"{_PREFIX}{name}.lora_{end}"] = np.asarray(factor)
-    modules = {name: (x.a.shape[0], float(x.scale)) for name, x in adapters.items()}
+    modules = {name: (np.shape(x.a)[0], float(x.scale)) for name, x in adapters.items()}
     options = _adapter_config.config_of(modules, config or {})
     text = json.dumps(options, indent=2, sort_keys=True, allow_nan=False)
     with scratch(folder.parent) as beside:
@@ -173,7 +185,9 @@ def _adapter(
 def new_folder(folder: str | os.PathLike) -> Path:
     """Return the path of a folder; raise if it exists and is not empty."""
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    # A new folder is moved to this place, which does not follow links.
+    is_free = folder.is_dir() and not any(folder.iterdir())
+    if folder.is_symlink() or (folder.exists() and not is_free):
         raise ValueError(
             f"{str(folder)!r} exists; expected a new folder: remove it, or take another."
         )

@@ -135,6 +135,10 @@ def merge_files(
     paths = list(paths)
     if not paths:
         raise ValueError("There are no uploads to merge; expected the path of at least one file.")
+    if empty := [x for x in paths if isinstance(x, tuple | list) and not 0 < len(x) <= 2]:
+        raise TypeError(
+            f"paths has {empty[0]!r:.80}; expected a path, or a pair with a Fisher file."
+        )
     out = place_of(out, paths[0], start)
     found, plain = open_sources(paths, limits)
     how: dict[str, Any] = {"on_nonfinite": on_nonfinite, "progress": progress, "limits": limits}
