@@ -109,7 +109,9 @@ def tokens_of(texts):
     """Return tokens [N, 16], by MiniLM's vocabulary or by the places of a few words."""
     if checkpoint is not None:
         return sentences.tokens(checkpoint / "tokenizer.json", texts, task.length)[0]
-    words = sorted({word for example in EXAMPLES for text in example.texts for word in text.split()})
+    words = sorted(
+        {word for example in EXAMPLES for text in example.texts for word in text.split()}
+    )
     rows = [[1 + words.index(word) for word in text.split()] for text in texts]
     return np.array([row + [0] * (task.length - len(row)) for row in rows])
 
@@ -180,7 +182,7 @@ print(f"K-FAC covers {info.covered:.1%} of the trained weights; layers: {statuse
 # %% [markdown]
 # On the command line, with Fisher files from `python -m fisherjax fisher`, that is
 #
-#     python -m fisherjax merge merged/ film/ nyt/ --algorithm fedfisher_kfac --fisher film.safetensors nyt.safetensors
+#     python -m fisherjax merge merged/ film/ nyt/ --fisher film.safetensors nyt.safetensors
 #
 # ## Two adapters
 #
@@ -275,7 +277,9 @@ _, panels = plt.subplots(1, 2, figsize=(8.5, 3), sharex=True)
 for panel, (title, models) in zip(panels, tested.items(), strict=True):
     found = np.array([accuracies(params) for params in models.values()])
     places = np.arange(len(models))
-    for number, (label, colour) in enumerate(zip(("films", "editorials"), (BLUE, ORANGE), strict=True)):
+    for number, (label, colour) in enumerate(
+        zip(("films", "editorials"), (BLUE, ORANGE), strict=True)
+    ):
         bars = panel.barh(places + 0.38 * number, found[:, number], 0.36, color=colour, label=label)
         panel.bar_label(bars, fmt="%.1f", padding=2, fontsize="x-small")
     panel.set_yticks(places + 0.19, list(models))

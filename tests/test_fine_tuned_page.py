@@ -1,4 +1,4 @@
-"""What the page about fine-tuned models says holds: its code runs, and its numbers are elsewhere."""
+"""What the page about fine-tuned models says holds: its code runs, its digits are measured."""
 
 import re
 from pathlib import Path

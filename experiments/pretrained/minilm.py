@@ -52,7 +52,10 @@ def init(
         name = f"encoder.layer.{block}"
         dense |= {f"{name}.attention.self.{x}": (width, width) for x in ("query", "key", "value")}
         dense[f"{name}.attention.output.dense"] = (width, width)
-        dense |= {f"{name}.intermediate.dense": (inner, width), f"{name}.output.dense": (width, inner)}
+        dense |= {
+            f"{name}.intermediate.dense": (inner, width),
+            f"{name}.output.dense": (width, inner),
+        }
         norms += [f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"]
     shapes |= {f"{name}.weight": shape for name, shape in dense.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in dense.items()}
