@@ -213,8 +213,9 @@ print(sorted(path.name for path in (place / task.domains[0]).iterdir()))
 
 # %% [markdown]
 # The mean of the changes has rank 8, the sum of both: that merge is exact. Cut to rank 4 it loses
-# something, and `lost` says which part of the mean change. The least is lost in the ordinary norm.
-# If clients also send their factors, the merge and the cut weigh what matters to the outputs.
+# something, and `lost` says which part of the mean change, in the ordinary norm. If clients also
+# send their factors, the merge and the cut weigh what matters to the outputs. That merge leaves the
+# mean on purpose, so that the same number says how far it went.
 
 # %%
 folders = [place / name for name in task.domains]
@@ -229,11 +230,11 @@ for client, params in enumerate(own):
 
 exact = fj.files.merge_adapters(place / "exact", folders)
 small = fj.files.merge_adapters(place / "small", folders, rank=4)
-metric = {"factors": factors, "damping": 0.1, "in_span": True}
+metric = {"factors": factors, "in_span": True}
 weighed = fj.files.merge_adapters(place / "weighed", folders, rank=4, **metric)
 for module, lost in small.lost.items():
     ranks = f"rank {exact.ranks[module]} to {small.ranks[module]}"
-    print(f"{module}: {ranks} loses {lost:.2f}; by K-FAC {weighed.lost[module]:.2f}")
+    print(f"{module}: {ranks} loses {lost:.2f}; K-FAC is {weighed.lost[module]:.2f} away")
 
 # %% [markdown]
 # ## What the merges know
@@ -288,3 +289,13 @@ for panel, (title, models) in zip(panels, tested.items(), strict=True):
     panel.set(title=title, xlabel="test accuracy, %", xlim=(40, 100))
     print(title, {name: round(float(x.mean()), 1) for name, x in zip(models, found, strict=True)})
 panels[0].legend(loc="lower right", fontsize="small")
+
+# %% [markdown]
+# The clients start from a head that fits both domains, and a few hundred sentences teach them
+# little beside it. What they lose on the other client's domain, a merge mostly gives back. Which
+# merge is the best cannot be seen in so few sentences:
+# [Merge fine-tuned models](https://github.com/fisherjax/fisherjax/blob/main/docs/how_to/fine_tuned.md)
+# says what decides it, with larger measurements, and which method to take when.
+#
+# The merged adapter is a folder that peft loads, and the merged network has the names and layouts
+# of the checkpoint: `fj.files.save_arrays("merged.safetensors", merged)`.

@@ -7,12 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fisherjax.__main__ import main
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/how_to/fine_tuned.md"
 
 
 @pytest.mark.long
-def test_the_page_about_fine_tuned_models_runs_and_prints_what_stands_under_it(run_page):
+def test_the_page_about_fine_tuned_models_runs_and_prints_what_stands_under_it(
+    run_page, monkeypatch
+):
     page, text = SimpleNamespace(**run_page(PAGE)), PAGE.read_text()
     said = re.search(r"prints `\[(.*?)\] (\S+)`", text)
     np.testing.assert_allclose(page.relative, np.float64(said[1].split()), atol=0.006)
@@ -28,6 +32,15 @@ def test_the_page_about_fine_tuned_models_runs_and_prints_what_stands_under_it(r
         fishers = np.float64(fishers) + 1e-12
         expected = (fishers * models).sum(0) / fishers.sum(0)
         np.testing.assert_allclose(voted[name], expected, rtol=1e-3, atol=1e-4)
+    monkeypatch.chdir(page.place)
+    names = {"base/": "base.safetensors", "merged/": "out.safetensors"}
+    for first, (path, beside) in zip("abc", page.pairs, strict=True):
+        names |= {f"{first}/": path, f"{first}.safetensors": beside}
+    commands = re.findall(r"^python -m fisherjax (merge .*)$", text, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        assert main([names.get(word, word) for word in command.split()]) == 0
+    np.testing.assert_array_equal(files("out.safetensors")["fc.bias"], voted["fc.bias"])
 
 
 def test_the_digits_of_the_page_are_those_of_the_page_about_merging():
