@@ -20,7 +20,7 @@
 # merges two **checkpoints** and then two **LoRA adapters**, and each merge says what it did.
 #
 # It runs in two to four minutes on two CPU cores. Where the weights or the sentences are missing,
-# small stand-ins take their place: then the same code runs in half a minute, and its numbers mean
+# small stand-ins take their place: then the same code runs in about a minute, and its numbers mean
 # nothing. The weights come with `python -m experiments.pretrained --prepare`.
 
 # %%
@@ -286,14 +286,14 @@ for panel, (title, models) in zip(panels, tested.items(), strict=True):
     panel.set_yticks(places + 0.19, list(models))
     panel.invert_yaxis()
     panel.tick_params(axis="y", length=0)
-    panel.set(title=title, xlabel="test accuracy, %", xlim=(40, 100))
+    panel.set(title=title, xlabel="test accuracy, %", xlim=(40, 105))
     print(title, {name: round(float(x.mean()), 1) for name, x in zip(models, found, strict=True)})
-panels[0].legend(loc="lower right", fontsize="small")
+panels[0].legend(loc="upper right", fontsize="x-small")
 
 # %% [markdown]
 # The clients start from a head that fits both domains, and a few hundred sentences teach them
-# little beside it. What they lose on the other client's domain, a merge mostly gives back. Which
-# merge is the best cannot be seen in so few sentences:
+# little beside it: whole networks lose more than they gain, and a merge gives a part of that back;
+# adapters change little. Which merge is the best cannot be seen in so few sentences:
 # [Merge fine-tuned models](https://github.com/fisherjax/fisherjax/blob/main/docs/how_to/fine_tuned.md)
 # says what decides it, with larger measurements, and which method to take when.
 #
