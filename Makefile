@@ -25,7 +25,7 @@ DEMO_OUT ?= runs/demo
 # An accelerator's JAX is installed by hand, so its environment is not one of those below.
 ACCELERATOR_PYTHON ?= python
 ACCELERATOR_OUT ?= runs/accelerator
-NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/theory
+NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/fine_tuned notebooks/theory
 
 # Tests of a file share what they compile: each file goes to one process.
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile

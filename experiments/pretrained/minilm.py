@@ -18,6 +18,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import fisherjax as fj
 from fisherjax.typing import AnyArray, Array, Model, Params
@@ -32,6 +33,39 @@ def load(folder: Path) -> Params:
     arrays = fj.files.load_arrays(folder / "model.safetensors")
     # The table of integers 0 to 511 is a constant, which PyTorch makes itself.
     return {name: x for name, x in arrays.items() if x.dtype.kind == "f"}
+
+
+def init(
+    *, width: int, inner: int, words: int, positions: int, blocks: int, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Draw params of a smaller network with the checkpoint's names and layouts, without a head.
+
+    Entries are normal with deviation 0.3, around 1 for the scales of LayerNorm and 0 elsewhere.
+    """
+    tables = {"word": words, "position": positions, "token_type": 2}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"embeddings.{name}_embeddings.weight": (size, width) for name, size in tables.items()
+    }
+    dense = {"pooler.dense": (width, width)}
+    norms = ["embeddings.LayerNorm"]
+    for block in range(blocks):
+        name = f"encoder.layer.{block}"
+        dense |= {f"{name}.attention.self.{x}": (width, width) for x in ("query", "key", "value")}
+        dense[f"{name}.attention.output.dense"] = (width, width)
+        dense |= {
+            f"{name}.intermediate.dense": (inner, width),
+            f"{name}.output.dense": (width, inner),
+        }
+        norms += [f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"]
+    shapes |= {f"{name}.weight": shape for name, shape in dense.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in dense.items()}
+    shapes |= {f"{name}.{part}": (width,) for name in norms for part in ("weight", "bias")}
+    source = np.random.default_rng(seed)
+    scales = {f"{name}.weight" for name in norms}
+    return {
+        name: source.normal(float(name in scales), 0.3, shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
 
 
 def counted(tokens: AnyArray) -> AnyArray:

@@ -24,28 +24,11 @@ _embed = jax.jit(minilm.embed)
 
 
 def _tiny(blocks=2):
-    """Return random params of a small network with the checkpoint's names and layouts."""
-    random = np.random.default_rng(0)
-    shapes = {
-        "embeddings.word_embeddings.weight": (_WORDS, _WIDTH),
-        "embeddings.position_embeddings.weight": (10, _WIDTH),
-        "embeddings.token_type_embeddings.weight": (2, _WIDTH),
-        "pooler.dense.weight": (_WIDTH, _WIDTH),
-        "pooler.dense.bias": (_WIDTH,),
-        "head.weight": (2, _WIDTH),
-        "head.bias": (2,),
-    }
-    norms = ["embeddings.LayerNorm"]
-    for block in range(blocks):
-        name = f"encoder.layer.{block}"
-        dense = {f"attention.self.{x}": (_WIDTH, _WIDTH) for x in ("query", "key", "value")}
-        dense["attention.output.dense"] = (_WIDTH, _WIDTH)
-        dense |= {"intermediate.dense": (_INNER, _WIDTH), "output.dense": (_WIDTH, _INNER)}
-        for part, shape in dense.items():
-            shapes |= {f"{name}.{part}.weight": shape, f"{name}.{part}.bias": shape[:1]}
-        norms += [f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"]
-    shapes |= {f"{name}.{part}": (_WIDTH,) for name in norms for part in ("weight", "bias")}
-    return {n: random.normal(0, 0.3, s).astype(np.float32) for n, s in shapes.items()}
+    """Return random params of a small network, with a head."""
+    sizes = {"width": _WIDTH, "inner": _INNER, "words": _WORDS, "positions": 10}
+    random = np.random.default_rng(1)
+    head = {"head.weight": random.normal(0, 0.3, (2, _WIDTH)), "head.bias": random.normal(size=2)}
+    return minilm.init(**sizes, blocks=blocks) | {k: x.astype(np.float32) for k, x in head.items()}
 
 
 def _forward(params, row):
