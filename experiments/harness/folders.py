@@ -29,7 +29,17 @@ GROWS = (
     *("algorithms", "seeds", "partition_seeds", "calibrate", "imports"),
     *("local_epochs", "server_learning_rate", "splits", "temperatures", "table3"),
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
-    *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
+    *(
+        "datasets",
+        "alphas",
+        "betas",
+        "classes",
+        "num_clients",
+        "cases",
+        "starts",
+        "ranks",
+        "merged",
+    ),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
     "keep_clients",
 )

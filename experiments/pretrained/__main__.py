@@ -20,10 +20,14 @@ import tyro
 from rich.console import Console
 
 from experiments.harness import commands, limits
-from experiments.pretrained import prepare, vision_table, weights
+from experiments.pretrained import adapter_table, prepare, text_table, vision_table, weights
 
 PROGRAM = "experiments.pretrained"
-TABLES: dict[str, ModuleType] = {"vision": vision_table}
+TABLES: dict[str, ModuleType] = {
+    "vision": vision_table,
+    "text": text_table,
+    "adapters": adapter_table,
+}
 """Modules with a `Config` and `run(asked, program, console)`, by the names of their tables."""
 _Table = Annotated[
     str, commands.names(TABLES), tyro.conf.arg(help="Table to compute; it has its own options.")
