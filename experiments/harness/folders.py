@@ -29,19 +29,9 @@ GROWS = (
     *("algorithms", "seeds", "partition_seeds", "calibrate", "imports"),
     *("local_epochs", "server_learning_rate", "splits", "temperatures", "table3"),
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
-    *(
-        "datasets",
-        "alphas",
-        "betas",
-        "classes",
-        "num_clients",
-        "cases",
-        "starts",
-        "ranks",
-        "merged",
-    ),
+    *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
-    "keep_clients",
+    *("ranks", "merged", "keep_clients"),
 )
 """Options of which a folder may get more: further values of a list, or a greater number."""
 _ONLY_LISTS = ("classes", "num_clients")
