@@ -59,7 +59,7 @@ class Config(Task):
     """Folder of the weights; None takes FISHERJAX_WEIGHTS, else a folder in the user's cache."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
-    clients: commands.FolderOrNone = None
+    client_folder: commands.FolderOrNone = None
     """Folder that keeps fine-tuned clients; None takes `clients` in the folder of the results."""
     out: commands.Folder = Path("runs/text")
     """Folder for the results; an unfinished run there continues."""
@@ -180,7 +180,7 @@ def _seed(asked: Config, seed: int, rank: int) -> Seed:
     checkpoint = weights.path("minilm/model.safetensors", asked.folder)
     tokenizer = weights.path("minilm/tokenizer.json", asked.folder)
     found = text_clients.data(asked, folder, tokenizer, seed)
-    given = found, checkpoint.parent, seed, asked.clients or asked.out / "clients"
+    given = found, checkpoint.parent, seed, asked.client_folder or asked.out / "clients"
     return Seed(found, text_clients.clients(asked, *given, rank=rank, alpha=asked.alpha))
 
 

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 import fisherjax as fj
+from experiments.pretrained import __main__ as pretrained
 from experiments.pretrained import adapter_table, minilm, sentences, text_clients, text_table
 from experiments.pretrained.text_table import Config, Measurement
 from fisherjax import leaves
@@ -303,7 +304,7 @@ def test_adapters_of_the_checkpoint_are_merged_in_two_gigabytes(shared, tmp_path
         pytest.skip(str(error))
     pytest.importorskip("tokenizers")
     options = {"examples": 32, "tested": 50, "epochs": 1, "ranks": (8,), "seeds": (0,)}
-    options |= {"merged": ("products",), "algorithms": ("fedavg", "fedfisher_kfac")}
+    options |= {"merged": ("factors", "products", "cut"), "algorithms": ("fedavg",)}
     program = (
         "import resource, sys; from pathlib import Path; from rich.console import Console\n"
         "from experiments.pretrained import adapter_table as table\n"
@@ -326,3 +327,14 @@ def test_unknown_domains_and_methods_are_refused_before_anything_runs(tmp_path):
         with pytest.raises(ValueError, match=rf"{value[0]}.*did you mean '?{value[0][:-1]}"):
             text_table.run(Config(out=tmp_path / "out", **wrong), "program", Console())
     assert not (tmp_path / "out").exists()
+
+
+def test_every_table_takes_its_options_as_a_command(tmp_path, capsys):
+    for table in ("text", "adapters"):
+        folders = ["--client-folder", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]
+        numbers = ["--ranks", "0", "2", "--alpha", "8", "--merged", "cut", "--scales", "1", "1.5"]
+        given = ["--table", table, *folders, *numbers, "--domains"]
+        assert pretrained.main([*given, "films"]) == 1
+        assert "did you mean 'film'" in capsys.readouterr().err
+        assert pretrained.main([*given, "film", "--ranks", "-1"]) == 1
+        assert "--ranks is -1, expected 0 or more" in capsys.readouterr().err
