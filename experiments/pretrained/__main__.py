@@ -25,8 +25,8 @@ from experiments.pretrained import adapter_table, prepare, text_table, vision_ta
 
 PROGRAM = "experiments.pretrained"
 TABLES: dict[str, ModuleType] = {
-    "vision": vision_table,
     "text": text_table,
+    "vision": vision_table,
     "adapters": adapter_table,
 }
 """Modules with a `Config` and `run(asked, program, console)`, by the names of their tables."""

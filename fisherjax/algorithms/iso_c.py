@@ -25,7 +25,7 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
     more, as [all axes but the last, outputs].
 
     Args:
-        scaling: alpha (default 1). The paper's authors choose it on validation data.
+        scaling: The factor alpha (default 1). The paper's authors choose it on validation data.
 
     Returns:
         The algorithm. Updates are {"params": W_i}, those of `fedavg`; the server needs only sums

@@ -21,7 +21,7 @@ def task_arithmetic(*, scaling: Scalar = 0.3) -> Algorithm[tuple[()]]:
     times `scaling`; with scaling 1 / M, the weighted mean of the models.
 
     Args:
-        scaling: lambda, the factor of the sum (default 0.3, which the paper's authors chose on
+        scaling: The factor lambda of the sum (default 0.3, which the paper's authors chose on
             validation data for eight tasks; the best one depends on the number of clients).
 
     Returns:
