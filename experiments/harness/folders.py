@@ -22,7 +22,7 @@ from experiments.harness.records import CONFIG, RESULTS, write_text
 
 WHERE_AND_HOW = (
     *("data_dir", "folder", "out", "clients_per_chunk", "checkpoint_seconds"),
-    *("keep_models", "keep_clients"),
+    *("keep_models", "keep_clients", "client_folder"),
 )
 """Options that change results only by rounding, so that a run may continue with other values."""
 GROWS = (
@@ -31,7 +31,7 @@ GROWS = (
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
     *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
-    "keep_clients",
+    *("ranks", "merged", "keep_clients"),
 )
 """Options of which a folder may get more: further values of a list, or a greater number."""
 _ONLY_LISTS = ("classes", "num_clients")

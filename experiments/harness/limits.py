@@ -21,7 +21,7 @@ _COUNTS = (
 )
 _FROM_ZERO = (
     *("min_size", "then_rounds", "then_epochs", "exchanges", "held_out_plays", "max_examples"),
-    *("counts", "seed", "weight_decay", "checkpoint_seconds", "factor_weight"),
+    *("counts", "ranks", "seed", "weight_decay", "checkpoint_seconds", "factor_weight"),
     *("noise_multiplier", "noise_multipliers", "noise_damping", "ridge", "noise"),
 )
 _ABOVE_ZERO = (

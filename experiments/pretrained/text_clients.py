@@ -1,8 +1,9 @@
-"""Fine-tune MiniLM on four domains of sentences, a client each, and on all of them together."""
+"""Fine-tune MiniLM or its adapters on four domains, a client each, and on all of them together."""
 
 import dataclasses
 import hashlib
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,13 +55,15 @@ class Clients(NamedTuple):
     """A start with its head, and networks that were fine-tuned from it.
 
     Attributes:
-        model: The network; its head is frozen.
-        start: Params before fine-tuning.
+        base: The network whose params are those of MiniLM and a head, which is frozen.
+        model: The network that was trained: the base, or the base with adapters.
+        start: Params of `model` before fine-tuning.
         trained: The clients, one for each domain.
         joint: One network that was fine-tuned on all sentences, as a single client.
         seconds: Seconds of the clients' training, and of the joint one, when they were trained.
     """
 
+    base: Model
     model: Model
     start: Params
     trained: Trained
@@ -89,42 +92,63 @@ def data(task: Task, folder: Path, tokenizer: Path, seed: int) -> Data:
     return Data(fj.clients.federation(both, rows), test)
 
 
-def clients(task: Task, found: Data, checkpoint: Path, seed: int, cache: Path) -> Clients:
-    """Fine-tune all networks of a seed, or read them from `cache` if they were trained before."""
+def clients(
+    task: Task,
+    found: Data,
+    checkpoint: Path,
+    seed: int,
+    cache: Path,
+    *,
+    rank: int = 0,
+    alpha: float = 16.0,
+) -> Clients:
+    """Fine-tune all networks of a seed, or read them from `cache` if they were trained before.
+
+    With a rank, the kernels of all blocks get adapters of this rank, which alone are trained; alpha
+    is the numerator of their scale.
+    """
     # The options of merging, which a task may have too, do not change what is trained.
     options = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
-    about = json.dumps([options, seed], sort_keys=True)
+    about = json.dumps([options, seed, *([rank, alpha] if rank else [])], sort_keys=True)
     digest = hashlib.sha256(about.encode()).hexdigest()[:12]
     path = cache / f"text-seed{seed}-{digest}.safetensors"
+    kept = fj.files.load_arrays(path) if path.is_file() else {}
     start = minilm.load(checkpoint)
-    model = minilm.model(start | _zero_head(start))
-    if path.is_file():
-        kept = fj.files.unflatten(fj.files.load_arrays(path))
-        start = jax.tree.map(jnp.asarray, kept["start"])
-        trained, joint = (_as_trained(model, start, kept[x]) for x in ("clients", "joint"))
-        return Clients(model, start, trained, joint, (*map(float, kept["seconds"]),))
-    start = with_head(start, found)
-    several, seconds = [], []
-    for federation in (found.train, _together(found.train)):
-        begun = time.perf_counter()
-        trained = fj.training.train(
-            *(model, start, federation),
-            key=jax.random.key(seed),
-            optimizer=_adam(task.learning_rate),
-            epochs=task.epochs,
-            batch_size=task.batch_size,
-        )
-        several.append(jax.block_until_ready(trained))
-        seconds.append(time.perf_counter() - begun)
-    kept = {"start": start, "seconds": np.array(seconds)}
-    kept |= {
-        name: {leaf: x for leaf, x in trained.params.items() if x is not None}
-        for name, trained in zip(("clients", "joint"), several, strict=True)
-    }
-    cache.mkdir(parents=True, exist_ok=True)
-    fj.files.save_arrays(path, kept)
-    trained, joint = several
-    return Clients(model, start, trained, joint, (*seconds,))
+    if kept:
+        head = {name: kept[f"start/{name}"] for name in _zero_head(start)}
+        start = jax.tree.map(jnp.asarray, start | head)
+    else:
+        start = with_head(start, found)
+        head = {name: start[name] for name in _zero_head(start)}
+    base = model = minilm.model(start)
+    if rank:
+        how = {"rank": rank, "alpha": alpha, "transposed": True, "key": jax.random.key(seed)}
+        model, start = fj.adapters.attach(base, start, is_kernel, **how)
+    if not kept:
+        several, seconds = [], []
+        for federation in (found.train, _together(found.train)):
+            begun = time.perf_counter()
+            trained = fj.training.train(
+                *(model, start, federation),
+                key=jax.random.key(seed),
+                optimizer=_adam(task.learning_rate),
+                epochs=task.epochs,
+                batch_size=task.batch_size,
+            )
+            several.append(fj.tree.by_name(jax.block_until_ready(trained.params)))
+            seconds.append(time.perf_counter() - begun)
+        parts = {"start": head, "clients": several[0], "joint": several[1]}
+        kept = {f"{part}/{name}": x for part, own in parts.items() for name, x in own.items()}
+        kept["seconds"] = np.array(seconds)
+        cache.mkdir(parents=True, exist_ok=True)
+        fj.files.save_arrays(path, kept)
+    trained, joint = (_as_trained(model, start, kept, part) for part in ("clients", "joint"))
+    return Clients(base, model, start, trained, joint, (*map(float, kept["seconds"]),))
+
+
+def is_kernel(name: str) -> bool:
+    """Return whether a leaf is a matrix of a block: of its attention, or dense."""
+    return bool(re.fullmatch(r"encoder\..*(query|key|value|dense)\.weight", name))
 
 
 def with_head(params: Params, found: Data) -> Params:
@@ -162,7 +186,7 @@ def _together(several: Federation) -> Federation:
     return fj.clients.federation(both, [np.arange(len(several.targets))])
 
 
-def _as_trained(model: Model, start: Params, params: dict[str, Any]) -> Trained:
+def _as_trained(model: Model, start: Params, kept: dict[str, Any], part: str) -> Trained:
     own, frozen = fj.leaves.split_trained(model, start)
-    own_params = {name: None if own[name] is None else params[name] for name in start}
-    return Trained(own_params, own, frozen=frozen)
+    params = {name: kept[f"{part}/{name}"] for name in fj.tree.names(own)}
+    return Trained(fj.leaves.replace(own, params), own, frozen=frozen)

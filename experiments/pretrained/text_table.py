@@ -3,6 +3,9 @@
 Clients are fine-tuned once for each seed and kept, so that further methods merge them untrained.
 Beside the methods stand the start, each client on its own domain, and joint training on the
 sentences of all clients. Changes of merged models are also scaled, as in task arithmetic.
+
+Clients may train adapters (LoRA) instead. The names of rows then have the rank of adapters and what
+is merged as options, as in regmean@rank=8,merged='products'.
 """
 
 import dataclasses
@@ -23,10 +26,12 @@ from experiments.pretrained import text_clients, weights
 from experiments.pretrained.sentences import DOMAINS
 from experiments.pretrained.text_clients import Clients, Data, Task
 from fisherjax.algorithms import Algorithm
-from fisherjax.typing import Params
+from fisherjax.typing import Examples, Params
 
 REFERENCES = {"start": "the start", "own": "each client on its own domain", "joint": "joint"}
 """Rows that are no merge."""
+MERGED = ("factors", "products", "cut")
+"""What is merged of adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,12 @@ class Config(Task):
     """Methods that merge; with options as in fedfisher_kfac@damping=0.1,kind='true'."""
     scales: tuple[float, ...] = (1.0, 2.0, 3.0)
     """Factors of the change of a merged model; 1 is the method itself."""
+    ranks: tuple[int, ...] = (0,)
+    """Ranks of the adapters that clients train; with 0 they train the whole network."""
+    alpha: float = 16.0
+    """Numerator of the scale of adapters, alpha / rank."""
+    merged: Annotated[tuple[str, ...], commands.names(MERGED)] = MERGED
+    """What is merged of adapters: factors, products, or products cut to the clients' rank."""
     max_examples: int = 200
     """Largest number of a client's sentences in its Fisher pass or Gram matrices."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -48,14 +59,14 @@ class Config(Task):
     """Folder of the weights; None takes FISHERJAX_WEIGHTS, else a folder in the user's cache."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
-    clients: commands.FolderOrNone = None
+    client_folder: commands.FolderOrNone = None
     """Folder that keeps fine-tuned clients; None takes `clients` in the folder of the results."""
     out: commands.Folder = Path("runs/text")
     """Folder for the results; an unfinished run there continues."""
 
 
 Unit = tuple[int, str]
-"""Seed and method."""
+"""Seed and method; of adapters, their rank is an option of the method."""
 
 
 class Measurement(NamedTuple):
@@ -89,8 +100,12 @@ class Seed(NamedTuple):
 def units(asked: Config) -> dict[Unit, int]:
     """Return the units, each computed and written as a whole, and their numbers of measurements."""
     number = len(asked.domains)
-    sizes = dict.fromkeys(REFERENCES, number)
-    sizes |= dict.fromkeys(asked.algorithms, number * len(asked.scales))
+    sizes = {"start": number}
+    for rank in asked.ranks:
+        sizes |= {_name(name, rank): number for name in ("own", "joint")}
+        merged = asked.merged if rank else ("",)
+        rows = [_name(name, rank, which) for which in merged for name in asked.algorithms]
+        sizes |= dict.fromkeys(rows, number * len(asked.scales))
     return {(seed, name): size for seed in asked.seeds for name, size in sizes.items()}
 
 
@@ -98,14 +113,16 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Merge the clients of a seed by a method, and test the merged network on every domain."""
-    # Units of the same seed follow one another.
+    # Units of the same seed and rank follow one another.
     of_seed = lru_cache(1)(partial(_seed, asked))
     for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
-        of = of_seed(seed)
-        if name in REFERENCES:
-            found = _references(of, name)
+        first, options = name.partition("@")[0], names.options_in(name)
+        rank = options.pop("rank", asked.ranks[0] if name == "start" else 0)
+        of = of_seed(seed, rank)
+        if first in REFERENCES:
+            found = _references(of, first)
         else:
-            found = _merged(asked, of, name, seed)
+            found = _merged(asked, of, _method(asked, first, options, of.clients), seed)
         rows = [
             Measurement(name, scale, seed, domain, round(accuracy, 6), size, round(seconds, 3))
             for scale, accuracies, size, seconds in found
@@ -119,10 +136,11 @@ def measured(
 def run(asked: Config, program: str, console: Console) -> None:
     """Measure what is missing in the folder of the results, and report all of it."""
     commands.check_names(asked, "domains", DOMAINS)
+    commands.check_names(asked, "merged", MERGED)
     for name in asked.algorithms:
         commands.check_name("algorithms", name.partition("@")[0], fj.algorithms.merges())
     with records.folder(asked.out):
-        asked, found = folders.resume(asked, Config(), Measurement._fields, Measurement)
+        asked, found = folders.resume(asked, type(asked)(), Measurement._fields, Measurement)
         one = partial(measured, asked, console)
         found = studies.completed(asked, program, found, units(asked), one, console)
         heading = "MiniLM on four domains: accuracy %"
@@ -132,11 +150,14 @@ def run(asked: Config, program: str, console: Console) -> None:
 
 def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
     """Return the accuracies by domain and their mean, with bytes and seconds."""
-    lines, cases = [], tables.gathered(((one.algorithm, one.scale), one) for one in found)
+    lines, dim = [], []
+    cases = tables.gathered(((one.algorithm, one.scale), one) for one in found)
     for (name, scale), ones in cases.items():
         first, at, given = name.partition("@")
-        label = REFERENCES.get(name) or f"{figures.label(first)}{at and ', '}{given}"
+        label = REFERENCES.get(first) or figures.label(first)
+        label += at and f", {given}"
         label += f", change x {scale:g}" if scale != 1 else ""
+        dim += [len(lines)] * (first in REFERENCES)
         by_domain = tables.gathered((one.domain, 100 * one.accuracy) for one in ones)
         by_seed = tables.gathered((one.seed, 100 * one.accuracy) for one in ones)
         means = [sum(values) / len(values) for values in by_seed.values()]
@@ -145,61 +166,80 @@ def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
         seconds = tables.spread([one.seconds for one in ones][:: len(asked.domains)], 0)
         lines.append((label, *cells, tables.spread(means), size, seconds))
     headings = ("method", *asked.domains, "mean", "bytes", "seconds")
-    return tables.Table("", headings, lines, dim=range(len(REFERENCES)))
+    return tables.Table("", headings, lines, dim=dim)
 
 
-def _seed(asked: Config, seed: int) -> Seed:
+def _name(name: str, rank: int, merged: str = "") -> str:
+    """Return the name of a row; adapters have their rank, and what is merged, as options."""
+    added = [f"rank={rank}"] * (rank > 0) + [f"merged={merged!r}"] * (merged != "")
+    return name + ("," if "@" in name else "@") * bool(added) + ",".join(added)
+
+
+def _seed(asked: Config, seed: int, rank: int) -> Seed:
     folder = Path(asked.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "vader"
     checkpoint = weights.path("minilm/model.safetensors", asked.folder)
     tokenizer = weights.path("minilm/tokenizer.json", asked.folder)
     found = text_clients.data(asked, folder, tokenizer, seed)
-    kept = asked.clients or asked.out / "clients"
-    return Seed(found, text_clients.clients(asked, found, checkpoint.parent, seed, kept))
+    given = found, checkpoint.parent, seed, asked.client_folder or asked.out / "clients"
+    return Seed(found, text_clients.clients(asked, *given, rank=rank, alpha=asked.alpha))
 
 
 def _references(of: Seed, name: str) -> list[tuple]:
     clients, number = of.clients, len(of.data.test)
     if name == "start":
-        return [(1.0, _accuracies(of, clients.start), 0, 0.0)]
-    which = name == "joint"
-    models = (clients.trained, clients.joint)[which].models
-    places = [0] * number if which else range(number)
-    models = [jax.tree.map(lambda x, place=place: x[place], models) for place in places]
-    accuracies = [_accuracies(of, m)[place] for place, m in enumerate(models)]
-    return [(1.0, accuracies, 0, clients.seconds[which])]
+        return [(1.0, _accuracies(of, _whole(clients.start)), 0, 0.0)]
+    is_joint = name == "joint"
+    trained = (clients.trained, clients.joint)[is_joint]
+    accuracies = []
+    for place in range(number):
+        own = jax.tree.map(lambda x, k=0 if is_joint else place: x[k], trained.params)
+        params = _whole(fj.leaves.join(own, trained.frozen))
+        accuracies.append(_accuracies(of, params, [of.data.test[place]])[0])
+    return [(1.0, accuracies, 0, clients.seconds[is_joint])]
 
 
-def _merged(asked: Config, of: Seed, name: str, seed: int) -> list[tuple]:
-    clients, train = of.clients, of.data.train
-    method, key = _method(asked, name, clients), jax.random.key(seed)
+def _merged(asked: Config, of: Seed, method: Algorithm, seed: int) -> list[tuple]:
+    clients, train, key = of.clients, of.data.train, jax.random.key(seed)
     begun = time.perf_counter()
     update = fj.merging.summarize(method, clients.trained, train, key=key)
     merged, *_ = fj.merging.merge(method, clients.start, update, train.weights)
     merged = jax.block_until_ready(merged)
     seconds = time.perf_counter() - begun
     size = fj.compression.size(update) // train.num_clients
+    start, merged = _whole(clients.start), _whole(merged)
     return [
-        (scale, _accuracies(of, _scaled(scale, clients.start, merged)), size, seconds)
+        (scale, _accuracies(of, _scaled(scale, start, merged)), size, seconds)
         for scale in asked.scales
     ]
 
 
-def _method(asked: Config, name: str, clients: Clients) -> Algorithm:
-    first, given = name.partition("@")[0], names.options_in(name)
+def _method(asked: Config, first: str, given: dict[str, Any], clients: Clients) -> Algorithm:
     known = names.takes(fj.algorithms.METHODS[first])
     # With drawn labels one backward pass suffices for any number of classes.
     chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "sampled"}
     chosen = {option: x for option, x in chosen.items() if option in known} | given
     if "kind" in chosen:
         chosen["kind"] = getattr(fj.fisher, chosen["kind"])
-    return fj.algorithms.make(first, clients.model, **chosen)
+    merged = chosen.pop("merged", None)
+    if merged in (None, "factors"):
+        return fj.algorithms.make(first, clients.model, **chosen)
+    dense = fj.adapters.dense(clients.base, clients.start)
+    made = fj.algorithms.make(first, dense, **chosen)
+    # An adapter of the size of a kernel keeps all of a change.
+    largest = max(max(x.shape) for x in clients.start["base"].values())
+    how = {} if merged == "cut" else {"rank": largest}
+    return fj.adapters.merge_products(made, clients.model, **how)
+
+
+def _whole(params: Params) -> Params:
+    """Return params of the base, with the changes that adapters make if there are any."""
+    return fj.adapters.merged(params) if "adapters" in params else params
 
 
 def _scaled(scale: float, start: Params, merged: Params) -> Params:
     return jax.tree.map(lambda a, b: a + scale * (jnp.asarray(b) - a), start, merged)
 
 
-def _accuracies(of: Seed, params: Params) -> list[float]:
-    how = {"batch_size": 150}
-    one = partial(fj.metrics.accuracy, of.clients.model, params, **how)
-    return [float(one(test)) for test in of.data.test]
+def _accuracies(of: Seed, params: Params, tests: Sequence[Examples] | None = None) -> list[float]:
+    one = partial(fj.metrics.accuracy, of.clients.base, params, batch_size=150)
+    return [float(one(test)) for test in (of.data.test if tests is None else tests)]

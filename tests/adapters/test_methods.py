@@ -89,10 +89,11 @@ FULL_KFAC = partial(fj.algorithms.fedfisher, kind=fj.fisher.true)
     [
         pytest.param(lambda _: fj.algorithms.fedavg(), marks=pytest.mark.long),
         pytest.param(lambda _: fj.algorithms.ties(density=0.5), marks=pytest.mark.slow),
+        pytest.param(lambda _: fj.algorithms.task_arithmetic(scaling=0.7), marks=pytest.mark.long),
         pytest.param(fj.algorithms.regmean, marks=pytest.mark.long),
         pytest.param(FULL_KFAC, marks=pytest.mark.long),
     ],
-    ids=["fedavg", "ties", "regmean", "kfac"],
+    ids=["fedavg", "ties", "task arithmetic", "regmean", "kfac"],
 )
 def test_a_merge_is_that_of_the_dense_kernels_if_the_rank_allows(make):
     algorithm = make(DENSE)
@@ -135,6 +136,14 @@ def test_rounds_of_adapters_move_adapters_only():
     assert np.isfinite(done.loss).all()
     assert np.abs(state.params["adapters"]["one"].b).max() > 0
     np.testing.assert_array_equal(state.params["base"]["one"], BASE["one"])
+
+
+def test_methods_that_merge_changes_of_the_start_fit():
+    for algorithm in (
+        *(fj.algorithms.task_arithmetic(), fj.algorithms.ties(), fj.algorithms.iso_c()),
+        fj.algorithms.fedfisher(DENSE, centre="start"),
+    ):
+        assert adapters.merge_products(algorithm, LORA).model is LORA
 
 
 def test_methods_that_do_not_fit_are_named():

@@ -1,7 +1,10 @@
 """MiniLM equals PyTorch; no document is in both halves; a killed table goes on untrained."""
 
+import csv
 import json
 import math
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -11,7 +14,8 @@ import pytest
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.pretrained import minilm, sentences, text_table
+from experiments.pretrained import __main__ as pretrained
+from experiments.pretrained import adapter_table, minilm, sentences, text_clients, text_table
 from experiments.pretrained.text_table import Config, Measurement
 from fisherjax import leaves
 from fisherjax._layers.loops import trace
@@ -205,30 +209,98 @@ def options(tmp_path, monkeypatch) -> dict[str, Any]:
     }
 
 
+def _run(asked):
+    """Run a table, and return the rows of its results."""
+    text_table.run(asked, "experiments.pretrained", Console(width=200))
+    found = (asked.out / "results.csv").read_text().splitlines()
+    # The last column is a checksum; names with several options are quoted.
+    return [dict(zip(Measurement._fields, row, strict=False)) for row in csv.reader(found[1:])]
+
+
+def _train(*_, **__):
+    raise AssertionError("clients were kept, but are trained again")
+
+
 @pytest.mark.long
 def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch, capsys):
-    def rows(**more):
-        asked = Config(**(options | more))
-        text_table.run(asked, "experiments.pretrained", Console(width=200))
-        found = (asked.out / "results.csv").read_text().splitlines()[1:]
-        return [dict(zip(Measurement._fields, line.split(","), strict=False)) for line in found]
-
-    first = rows()
+    first = _run(Config(**options))
     assert [row["algorithm"] for row in first[::2]] == ["start", "own", "joint"] + 2 * ["fedavg"]
     start, scaled = first[:2], [row for row in first if row["scale"] == "0.0"]
     # A change that is scaled by zero is the start.
     assert [row["accuracy"] for row in scaled] == [row["accuracy"] for row in start]
     size = json.loads((options["out"] / "config.json").read_text())
     assert size["configuration"]["examples"] == 20
-
-    def train(*_, **__):
-        raise AssertionError("clients were kept, but are trained again")
-
-    monkeypatch.setattr(fj.training, "train", train)
-    second = rows(algorithms=("ties",))
+    monkeypatch.setattr(fj.training, "train", _train)
+    second = _run(Config(**(options | {"algorithms": ("ties",)})))
     assert second[: len(first)] == first
     assert {row["algorithm"] for row in second[len(first) :]} == {"ties"}
     assert "each client on its own domain" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_of_adapters_all_methods_merge_clients_that_are_trained_once(options, monkeypatch):
+    options |= {"algorithms": ("fedavg", "task_arithmetic"), "ranks": (2,)}
+    first = _run(adapter_table.Config(**options, merged=("products", "cut")))
+    names = [
+        *("start", "own@rank=2", "joint@rank=2"),
+        *("fedavg@rank=2,merged='products'", "task_arithmetic@rank=2,merged='products'"),
+        *("fedavg@rank=2,merged='cut'", "task_arithmetic@rank=2,merged='cut'"),
+    ]
+    assert list(dict.fromkeys(row["algorithm"] for row in first)) == names
+    # Clients send a product's factors, which a rank of two makes thin.
+    sizes = {row["bytes"] for row in first[6:]}
+    thin = 2 * (4 * (_WIDTH + _WIDTH) + 2 * (_WIDTH + _INNER))
+    assert sizes == {str(4 * thin)}
+    monkeypatch.setattr(fj.training, "train", _train)
+    second = _run(adapter_table.Config(**options, merged=("factors",)))
+    assert second[: len(first)] == first
+    assert {row["algorithm"][-16:] for row in second[len(first) :]} == {"merged='factors'"}
+
+
+@pytest.mark.long
+def test_kept_adapters_are_those_that_were_trained(options, tmp_path):
+    task = Config(**options)
+    found = text_clients.data(task, tmp_path / "vader", tmp_path / "minilm/tokenizer.json", 0)
+    given = task, found, tmp_path / "minilm", 0, tmp_path / "clients"
+    trained, kept = (text_clients.clients(*given, rank=3, alpha=6.0) for _ in range(2))
+    assert jax.tree.structure(trained[2:]) == jax.tree.structure(kept[2:])
+    for new, old in zip(jax.tree.leaves(trained[2:]), jax.tree.leaves(kept[2:]), strict=True):
+        np.testing.assert_array_equal(new, old)
+    # Each block has an adapter of rank 3 and scale 6 / 3 at all of its six matrices.
+    held = trained.start["adapters"]
+    assert {x.a.shape[0] for x in held.values()} == {3}
+    assert {float(x.scale) for x in held.values()} == {2.0}
+    own = jax.tree.map(lambda x: x[0], trained.trained.params)
+    changed = fj.adapters.merged(fj.leaves.join(own, trained.trained.frozen))
+    base = trained.start["base"]
+    moved = {name for name in base if not np.array_equal(base[name], changed[name])}
+    parts = ["attention.self." + x for x in ("query", "key", "value")]
+    parts += ["attention.output.dense", "intermediate.dense", "output.dense"]
+    assert moved == {f"encoder.layer.0.{part}.weight" for part in parts}
+
+
+@pytest.mark.slow
+def test_adapters_of_the_checkpoint_are_merged_in_two_gigabytes(shared, tmp_path):
+    try:
+        text_table.weights.path("minilm/model.safetensors")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    pytest.importorskip("tokenizers")
+    options = {"examples": 32, "tested": 50, "epochs": 1, "ranks": (8,), "seeds": (0,)}
+    options |= {"merged": ("factors", "products", "cut"), "algorithms": ("fedavg",)}
+    program = (
+        "import resource, sys; from pathlib import Path; from rich.console import Console\n"
+        "from experiments.pretrained import adapter_table as table\n"
+        f"table.run(table.Config(**{options}, data_dir=Path(sys.argv[1]), out=Path(sys.argv[2])),"
+        " 'experiments.pretrained', Console())\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    command = [sys.executable, "-c", program, shared / "data", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 2 * 2**20  # in KiB
+    found = (tmp_path / "results.csv").read_text().splitlines()[1:]
+    rows = [dict(zip(Measurement._fields, row, strict=False)) for row in csv.reader(found)]
+    assert min(float(row["accuracy"]) for row in rows) > 0.4
 
 
 def test_unknown_domains_and_methods_are_refused_before_anything_runs(tmp_path):
@@ -238,3 +310,14 @@ def test_unknown_domains_and_methods_are_refused_before_anything_runs(tmp_path):
         with pytest.raises(ValueError, match=rf"{value[0]}.*did you mean '?{value[0][:-1]}"):
             text_table.run(Config(out=tmp_path / "out", **wrong), "program", Console())
     assert not (tmp_path / "out").exists()
+
+
+def test_every_table_takes_its_options_as_a_command(tmp_path, capsys):
+    for table in ("text", "adapters"):
+        folders = ["--client-folder", str(tmp_path / "kept"), "--out", str(tmp_path / "out")]
+        numbers = ["--ranks", "0", "2", "--alpha", "8", "--merged", "cut", "--scales", "1", "1.5"]
+        given = ["--table", table, *folders, *numbers, "--domains"]
+        assert pretrained.main([*given, "films"]) == 1
+        assert "did you mean 'film'" in capsys.readouterr().err
+        assert pretrained.main([*given, "film", "--ranks", "-1"]) == 1
+        assert "--ranks is -1, expected 0 or more" in capsys.readouterr().err

@@ -109,4 +109,4 @@ def test_the_folder_is_chosen_or_that_of_the_environment_or_in_the_cache(monkeyp
 
 def test_a_call_that_asks_for_nothing_is_refused(capsys):
     assert pretrained.main([]) == 1
-    assert "pass --prepare or --table vision" in capsys.readouterr().err
+    assert "pass --prepare or --table text or vision or adapters" in capsys.readouterr().err
