@@ -72,7 +72,7 @@ class Layer(NamedTuple):
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """Return the leading axes of V: () for one matrix, (number of groups,) for groups."""
+        """Return the leading axes of V, () for one matrix and (number of groups,) for groups."""
         sizes = [self.shape[axis] for axis in self.groups]
         return (math.prod(sizes),) if sizes else ()
 
