@@ -477,7 +477,8 @@ def test_uploads_of_0_2_merge_as_they_did(tmp_path, kind, recwarn):
     found, before = (files.load_arrays(path) for path in (out, OLD / f"merged{kind}.safetensors"))
     assert found.keys() == before.keys()
     for leaf, array in before.items():
-        np.testing.assert_allclose(found[leaf], array, rtol=1e-4, atol=1e-6, err_msg=leaf)
+        # 0.2 stopped when the residual was 1e-4 of whole weights, whose largest are 1.
+        np.testing.assert_allclose(found[leaf], array, rtol=1e-4, atol=2e-4, err_msg=leaf)
     assert all("no client has any curvature" in str(x.message) for x in recwarn)
 
 
