@@ -81,4 +81,4 @@ def test_people_who_draw_the_test_images_draw_no_training_images(monkeypatch, tm
 
 def test_a_table_that_does_not_exist_is_refused(capsys):
     assert pretrained.main(["--table", "visio"]) == 1
-    assert "--table is 'visio', did you mean 'vision'?" in capsys.readouterr().err
+    assert "--table is 'visio', did you mean 'vision'" in capsys.readouterr().err
