@@ -215,7 +215,8 @@ def on_each(
     """Run a function on each device with its part of the arguments, as `jax.shard_map` does.
 
     Raises:
-        NotImplementedError: If JAX cannot divide an operation, which it says without a word.
+        NotImplementedError: If JAX cannot run an operation on each of several devices; JAX's own
+            error then has no message.
     """
     how = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
     divided = jax.shard_map(function, **how)

@@ -305,9 +305,10 @@ def test_memory_is_that_of_a_piece_of_all_models_whatever_the_size_of_a_leaf(tmp
         out = tmp_path / "out.safetensors"
         peaks.append(peak_of(lambda paths=paths, out=out: files.merge_files(out, paths)))
         peaks.append(peak_of(lambda plan=plan: _pieces.smallest_kept(plan)))
-    # The thread that reads ahead may hold a piece of each model more; a leaf is 12 MB larger.
-    assert peaks[2] - peaks[0] < 6_000_000
-    assert peaks[3] - peaks[1] < 6_000_000
+    # The thread that reads ahead holds a piece of each model more, 2 MiB, or not; a leaf is 12 MB
+    # larger.
+    assert peaks[2] - peaks[0] < 3_000_000
+    assert peaks[3] - peaks[1] < 3_000_000
 
 
 # Leaves that differ
