@@ -5,7 +5,7 @@ The preconditioner depends on the operators:
 * for clients with Kronecker factors, the damped inverse of (sum_i v_i A_i) (x) (sum_i v_i G_i);
 * for their wide layers, a solve in few directions (`_wide_layers`);
 * for a sum of Kronecker products, the damped inverse of its first term;
-* for a diagonal, its inverse, and one for entries that are zero.
+* for a diagonal, its inverse, and zero for entries that are zero.
 
 For any other block that is not damped, or in which no client has curvature, it is the identity: in
 a singular system any other one would change coordinates that have no curvature. A preconditioner
@@ -96,6 +96,8 @@ def _apply(inverse: Kronecker, wide: dict[str, _wide_layers.WideLayer], blocks: 
 def _divide(entries: Any, lambdas: Any, blocks: Any) -> Any:
     def leaf(entries: Array, damping: Array, x: Array) -> Array:
         entries = entries + damping.astype(entries.dtype)
-        return x / jnp.where((damping > 0) | (entries > 0), entries, 1)
+        # A subnormal number may be zero to a division, and above zero to a comparison.
+        has_curvature = entries >= jnp.finfo(entries.dtype).tiny
+        return jnp.where(has_curvature, x / jnp.where(has_curvature, entries, 1), 0)
 
     return jax.tree.map(leaf, entries, lambdas, blocks)

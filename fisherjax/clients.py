@@ -166,8 +166,9 @@ def federation(data: Any, partition: Partition | None = None) -> Federation:
 
 
 def _on_device(x: AnyArray) -> Array:
-    # `device_put` may share a NumPy array's memory, and its owner may write into it later.
-    return jnp.array(x) if isinstance(x, np.ndarray) else jax.device_put(x)
+    # `device_put` may share a NumPy array's memory, and its owner may write into it later. NumPy
+    # copies it without a program, which `jnp.array` compiles for every shape.
+    return jax.device_put(np.array(x) if isinstance(x, np.ndarray) else x)
 
 
 def view(federation: Federation, client: int | Array) -> Examples:

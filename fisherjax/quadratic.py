@@ -166,10 +166,9 @@ def from_sums(totals: Sums, damping: Scalar, centre: Params = None) -> Quadratic
     `quadratic`.
     """
     checks.number("damping", damping)
-    is_damped = _is_damped(damping)
-    fisher, system = _scale_sums(totals, damping, centre, is_damped)
+    fisher, system = _scale_sums(totals, damping, centre)
     problem = _problem(fisher, Partial(type(fisher).block_mv, fisher), system)
-    if not (is_damped or problem.is_diagonal):
+    if not (_is_damped(damping) or problem.is_diagonal):
         return problem
     return problem._replace(precondition=_preconditioning.of_sums(fisher, system["lambdas"]))
 
@@ -232,20 +231,15 @@ def _scale_clients(
     return fishers, votes, _system(fishers, damping, product, **system)
 
 
-@partial(jit, static_argnums=3)
-def _scale_sums(
-    totals: Sums, damping: Scalar, centre: Params, is_damped: bool
-) -> tuple[Blockwise, dict[str, Any]]:
+@jit
+def _scale_sums(totals: Sums, damping: Scalar, centre: Params) -> tuple[Blockwise, dict[str, Any]]:
     # If the weight is zero, then so are the sums, and they stay zero instead of 0 / 0.
     total = jnp.where(totals.weight > 0, totals.weight, 1)
     fisher, product, mean = jax.tree.map(lambda x: x / total.astype(x.dtype), totals[:3])
     init = mean if centre is None else _wide_blocks(totals.fisher, centre)
-    exponents = None
-    # Without damping a diagonal is solved by a quotient, which stays in range.
-    if is_damped or not isinstance(fisher, Diagonal):
-        fisher, exponents = fisher.at_scale_one()
-        exponents = _replace_nothing(exponents)
-        product = _times_powers(product, jax.tree.map(jnp.negative, exponents))
+    fisher, exponents = fisher.at_scale_one()
+    exponents = _replace_nothing(exponents)
+    product = _times_powers(product, jax.tree.map(jnp.negative, exponents))
     system = {"init": init, "means": fisher.block_means(), "exponents": exponents}
     return fisher, _system(fisher, damping, product, **system)
 

@@ -363,6 +363,24 @@ def test_the_scale_of_a_layer_is_of_no_consequence(structure, clients, weights, 
     assert np.abs(expected - ravel(merged(lambda path, x: 0 * x))).max() > 0.1
 
 
+@pytest.mark.parametrize("exponent", [-33, -20, 0, 20, 30])
+def test_conjugate_gradients_solve_an_undamped_diagonal_of_any_scale(exponent):
+    """One leaf has curvature of usual size, another one of vanishing or of huge size."""
+    draw = np.random.default_rng(0)
+    entries = {name: draw.exponential(size=(3, 40)).astype(np.float32) for name in ("a", "b")}
+    entries["a"][:, :5] = 0  # coordinates in which no client has curvature keep the mean
+    entries["b"] *= np.float32(10.0**exponent)
+    models = {name: draw.normal(size=(3, 40)).astype(np.float32) for name in entries}
+    totals = quadratic.sums(Diagonal(entries), models, jnp.asarray(WEIGHTS, jnp.float32))
+    found = solvers.conjugate_gradients()(quadratic.from_sums(totals, 0.0)).params
+    for name, x in models.items():
+        curvature = np.asarray(WEIGHTS)[:, None] * entries[name].astype(np.float64)
+        total = curvature.sum(0)
+        quotient = (curvature * x).sum(0) / np.where(total > 0, total, 1)
+        wanted = np.where(total > 0, quotient, np.average(x, axis=0, weights=WEIGHTS))
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("damping", [0.1, 1.0])
 @pytest.mark.parametrize("scales", [(1, 1e-30, 1e-12), (1e30, 1, 1e18), (1e-20, 0, 1e-17)])
 def test_the_scale_of_a_client_is_its_vote(structure, clients, weights, scales, damping):

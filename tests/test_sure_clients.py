@@ -21,6 +21,7 @@ SOLVER = fj.solvers.conjugate_gradients(1e-6)
 METHODS = {
     "K-FAC": algorithms.fedfisher(MODEL, solver=SOLVER),
     "diagonal": algorithms.fedfisher(MODEL, fisher=fisher.diagonal, damping=0.1, solver=SOLVER),
+    "undamped": algorithms.fedfisher(MODEL, fisher=fisher.diagonal),
     "Fisher merging": algorithms.fisher_merge(MODEL),
 }
 

@@ -85,11 +85,16 @@ def about_mean(
     A solver's tolerance is relative to the right-hand side, and so are rounding errors. Those of
     differences are as small as the differences are, such as those of fine-tuned models.
     """
-    mean = tree.weighted_sum(params, weights)
-    centre = mean if centre is None else centre
-    moved, to = (jax.tree.map(jnp.subtract, x, mean) for x in (params, centre))
+    moved, to, mean = _from_mean(params, weights, centre)
     problem = quadratic.quadratic(fishers, moved, weights, damping, to)
     return problem._replace(origin=fishers.blocks(mean))
+
+
+@jit
+def _from_mean(params: Params, weights: Array, centre: Params) -> tuple[Params, Params, Params]:
+    mean = tree.weighted_sum(params, weights)
+    centre = mean if centre is None else centre
+    return *(jax.tree.map(jnp.subtract, x, mean) for x in (params, centre)), mean
 
 
 def about_centre(problem: quadratic.Quadratic) -> quadratic.Quadratic:
