@@ -89,6 +89,7 @@ BUILT = {  # folders whose files build on one another
         *("diagonal", "full", "_factors", "kfac"),
     ],
     "training": ["_cohort", "_train"],
+    "solvers": ["base", "direct", "descent", "krylov"],
     "adapters": ["base", "_checks", "_evaluation", "merge", "network", "methods"],
     "files": [
         *("_shown", "_paths", "_limits", "base", "_archive", "_pickles", "_torch"),

@@ -365,10 +365,11 @@ def test_the_scale_of_a_layer_is_of_no_consequence(structure, clients, weights, 
 
 @pytest.mark.parametrize("exponent", [-33, -20, 0, 20, 30])
 def test_conjugate_gradients_solve_an_undamped_diagonal_of_any_scale(exponent):
-    """One leaf has curvature of usual size, another one of vanishing or of huge size."""
+    """A leaf and an entry of another one have curvature of vanishing or of huge size."""
     draw = np.random.default_rng(0)
     entries = {name: draw.exponential(size=(3, 40)).astype(np.float32) for name in ("a", "b")}
     entries["a"][:, :5] = 0  # coordinates in which no client has curvature keep the mean
+    entries["a"][:, 7] *= np.float32(10.0**exponent)
     entries["b"] *= np.float32(10.0**exponent)
     models = {name: draw.normal(size=(3, 40)).astype(np.float32) for name in entries}
     totals = quadratic.sums(Diagonal(entries), models, jnp.asarray(WEIGHTS, jnp.float32))

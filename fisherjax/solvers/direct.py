@@ -53,8 +53,8 @@ def closed_form(floor: Scalar = 1e-6) -> Solver:
 @jit
 def _closed_form(problem: Quadratic, floor: Scalar) -> Solution:
     def leaf(a: Array, b: Array, x: Array) -> Array:
-        # The floor itself may be zero.
-        has_curvature = (a >= floor * jnp.mean(a)) & (a > 0)
+        # The floor may be zero. A subnormal number is zero to a division on most processors.
+        has_curvature = a >= jnp.maximum(floor * jnp.mean(a), jnp.finfo(a.dtype).tiny)
         # b / infinity would be zero, but a number beyond the range of the dtype has no solution.
         is_finite = jnp.isfinite(a) & jnp.isfinite(b)
         found = jnp.where(has_curvature, ratio(has_curvature, b, a), x)

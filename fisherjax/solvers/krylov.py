@@ -13,6 +13,7 @@ from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
 from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, identity, ratio, solution
+from fisherjax.solvers.direct import closed_form
 from fisherjax.typing import Array, Scalar
 
 _map = jax.tree.map
@@ -26,7 +27,8 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     preconditioned first residual if the problem has a preconditioner. A leaf stops when
     ||A x - b|| <= tolerance ||b||, or at a direction without curvature. That bounds how far the
     quadratic is above its minimum (`fisherjax.solvers` has the bound). In a system without damping
-    that is singular, or nearly so, the unknowns may still be far from a solution.
+    that is singular, or nearly so, the unknowns may still be far from a solution. A diagonal system
+    needs no iteration: its solution is the quotient of `closed_form`, for entries of any size.
 
     Args:
         tolerance: Relative residual at which a leaf stops (default 1e-4).
@@ -49,6 +51,9 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     checks.number("tolerance", tolerance)
 
     def solve(problem: Quadratic) -> Solution:
+        # A traced problem has no value of this flag.
+        if not checks.is_traced(problem.is_diagonal) and problem.is_diagonal:
+            return closed_form(floor=0.0)(problem)
         return _conjugate_gradients(as_data(problem), tolerance, max_iterations)
 
     return solve
