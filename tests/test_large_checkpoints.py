@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 import fisherjax as fj
 from fisherjax import files
 from fisherjax.__main__ import main
-from fisherjax.files import _checkpoints, _pieces, _unfinished
+from fisherjax.files import _shards
+from fisherjax.files.checkpoints import _pieces, _unfinished
 from tests import damage
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def start(tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Split leaves of a few thousand entries, whose last piece is padded."""
-    monkeypatch.setattr(_checkpoints, "PIECE", 1 << 10)
+    monkeypatch.setattr(_shards, "PIECE", 1 << 10)
     monkeypatch.setattr(_pieces, "_SIZES", [1 << 6, 1 << 10])
 
 
@@ -299,7 +300,7 @@ def test_memory_is_that_of_a_piece_of_all_models_whatever_the_size_of_a_leaf(tmp
         paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
         for path in paths:
             save_file({"w": np.zeros(size, "f4")}, path)
-        models = [_checkpoints.open_checkpoint(path, files.Limits()) for path in paths]
+        models = [_shards.open_checkpoint(path, files.Limits()) for path in paths]
         pieces = fj.algorithms.Pieces(kept="density")
         plan = _pieces.Plan(models, [], models[0], np.ones(2), None, pieces, 0.2, ["w"], [])
         out = tmp_path / "out.safetensors"
@@ -373,12 +374,12 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
     merged = []
     original = _pieces.merged_pieces
     monkeypatch.setattr(
-        files._leaf_writers,
+        files.checkpoints._leaf_writers,
         "merged_pieces",
         lambda plan, name, *args: (merged.append(name), original(plan, name, *args))[1],
     )
     # Magnitudes are not computed again either.
-    monkeypatch.setattr(files._leaf_writers, "smallest_kept", None)
+    monkeypatch.setattr(files.checkpoints._leaf_writers, "smallest_kept", None)
     files.merge_files(out, folders, **how)
     assert merged == [leaf]
     assert not left.exists()

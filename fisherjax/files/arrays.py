@@ -16,10 +16,10 @@ from safetensors import numpy as safetensors
 
 from fisherjax.files import base
 from fisherjax.files._archive import read_archive
-from fisherjax.files._checkpoints import is_folder, open_checkpoint
 from fisherjax.files._limits import LIMITS, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
+from fisherjax.files._shards import is_folder, open_checkpoint
 from fisherjax.files._shown import shown_errors
 from fisherjax.tree import to_native
 

@@ -20,8 +20,8 @@ from fisherjax._core.compiler import jit
 from fisherjax.algorithms import Algorithm, Pieces, Update
 from fisherjax.clients import shares
 from fisherjax.files import base
-from fisherjax.files._checkpoints import PIECE, Checkpoint, Stored, pieces_of
-from fisherjax.files._fishers import Fisher, check_hash
+from fisherjax.files._shards import PIECE, Checkpoint, Stored, pieces_of
+from fisherjax.files.checkpoints._fishers import Fisher, check_hash
 from fisherjax.training import Trained
 from fisherjax.typing import Array
 

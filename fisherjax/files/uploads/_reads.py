@@ -11,12 +11,12 @@ from fisherjax import algorithms, leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax.algorithms import Algorithm, Row
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._description_checks import STATISTICS
-from fisherjax.files._fishers import FISHERS, Fisher
 from fisherjax.files._places import _some
-from fisherjax.files._records import Record
-from fisherjax.files.uploads import check_method
-from fisherjax.files.values import decode
+from fisherjax.files.checkpoints._fishers import FISHERS, Fisher
+from fisherjax.files.uploads._description_checks import STATISTICS
+from fisherjax.files.uploads._records import Record
+from fisherjax.files.uploads.update import check_method
+from fisherjax.files.uploads.values import decode
 from fisherjax.typing import Model
 
 _MOMENT = re.compile(r"(?<![a-z])(mean|var|variance)(:0)?$")

@@ -12,9 +12,9 @@ import numpy as np
 
 from fisherjax import algorithms, clients, merging
 from fisherjax.files import base
-from fisherjax.files._fishers import save_fisher
 from fisherjax.files.arrays import load_arrays
-from fisherjax.files.uploads import of_client
+from fisherjax.files.checkpoints._fishers import save_fisher
+from fisherjax.files.uploads.update import of_client
 
 
 def _check_replaceable(out: Path) -> None:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from fisherjax.files import base
-from fisherjax.files._checkpoints import Checkpoint
-from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS
 from fisherjax.files._limits import ArrayKind
+from fisherjax.files._shards import Checkpoint
 from fisherjax.files.base import Sealed
-from fisherjax.files.values import joined, shape_of
+from fisherjax.files.uploads._description_checks import FIELDS, FROZEN, STATISTICS
+from fisherjax.files.uploads.values import joined, shape_of
 
 
 class Record(NamedTuple):
