@@ -30,10 +30,11 @@ from fisherjax.files.checkpoints._compared import UNEQUAL, Sources, compare, in_
 from fisherjax.files.checkpoints._fishers import check_fishers, hash_of, open_fisher
 from fisherjax.files.checkpoints._leaf_writers import Task, kind_of, write_layers, write_pieces
 from fisherjax.files.checkpoints._pieces import Plan, check_finite, find_nonfinite
+from fisherjax.files.checkpoints._plain import check_names, checkpoint_method, plain_record
 from fisherjax.files.checkpoints._unfinished import Shard, shard, unfinished
 from fisherjax.files.uploads import update as uploads
-from fisherjax.files.uploads._reads import check_clients, check_names, checkpoint_method
-from fisherjax.files.uploads._records import Merge, plain_record
+from fisherjax.files.uploads._reads import check_clients
+from fisherjax.files.uploads._records import Merge
 
 
 def place_of(out: Any, first: Any, start: Any) -> Path:
