@@ -81,9 +81,10 @@ def write_pieces(
             votes[leaf] = shares(p * facts) if facts.any() else p
         if leaf in output.done:
             continue
-        dtype = jnp.dtype(kind_of(compared, records, leaf).dtype)
-        for piece in merged_pieces(how, leaf, facts, mean_of if is_averaged else None):
-            output.put(leaf, _cast(leaf, piece, dtype))
+        cast = partial(_cast, leaf, dtype=jnp.dtype(kind_of(compared, records, leaf).dtype))
+        average = partial(mean_of, cast=cast) if is_averaged else None
+        for piece in merged_pieces(how, leaf, facts, average):
+            output.put(leaf, cast(piece))
         output.finish(leaf)
 
 
