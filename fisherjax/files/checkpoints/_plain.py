@@ -53,7 +53,7 @@ def checkpoint_method(
     row = algorithms.METHODS[name]
     needed = row.reads if isinstance(row.reads, Mapping) else {}
     if not needed.keys() <= FISHERS.keys() or not (row.pieces or needed):
-        known = [x for x, y in algorithms.METHODS.items() if y.pieces or _is_filed(y)]
+        known = [x for x, y in algorithms.METHODS.items() if y.pieces or is_filed(y)]
         why = row.reads if isinstance(row.reads, str) else "needs what no checkpoint has"
         raise ValueError(
             f"{name} {why}, and does not merge checkpoints; expected one of {', '.join(known)}."
@@ -74,7 +74,8 @@ def checkpoint_method(
     return row, method
 
 
-def _is_filed(row: Row) -> bool:
+def is_filed(row: Row) -> bool:
+    """Return whether a method reads what a Fisher file can hold."""
     return isinstance(row.reads, Mapping) and {*row.reads} <= {*FISHERS} and bool(row.reads)
 
 
