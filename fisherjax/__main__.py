@@ -17,9 +17,11 @@ import jaxlib
 from fisherjax import _arguments, devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
-from fisherjax.files import _description_checks, _fishers, base
-from fisherjax.files._imported import save_imported
+from fisherjax.files import base
 from fisherjax.files._shown import shown, shown_errors
+from fisherjax.files.checkpoints import _fishers
+from fisherjax.files.checkpoints._imported import save_imported
+from fisherjax.files.uploads import _description_checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -66,6 +66,11 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     fisher.add_argument(
         "--algorithm", default="fisher_merge", help=f"{about} (default %(default)s)"
     )
+    about = (
+        "checkpoint that clients started from, which regmean_plus_plus reads: its Gram matrices "
+    )
+    about += "are of the inputs in this network"
+    fisher.add_argument("--start", help=about)
     about = "an option of the algorithm, such as max_examples=500; may be repeated"
     fisher.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
     fisher.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")

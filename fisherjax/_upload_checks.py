@@ -2,8 +2,8 @@
 
 Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature). Shapes that
 differ between clients are refused by `tree.stack`, and those that differ from the server's model in
-`merging._server_half`. Uploads that are files are first checked in `files._description_checks` and
-`files._size_checks`, entry by entry, before anything of them is allocated.
+`merging._server_half`. Uploads that are files are first checked in `files.uploads`, entry by entry,
+before anything of them is allocated.
 """
 
 from typing import Any

@@ -200,8 +200,11 @@ def power_of_two(x: Array) -> Array:
 
 def times_power(x: Array, exponent: Array) -> Array:
     """Multiply by 2^exponent, which is exact if that power is in the range of the dtype."""
-    # Only the power is computed with `ldexp`, because `ldexp(x, ...)` has no derivative at zero.
-    return x * jnp.ldexp(jnp.ones((), x.dtype), exponent)
+    # Only powers are computed with `ldexp`, because `ldexp(x, ...)` has no derivative at zero. Two,
+    # because processors take 2^-127 for zero, which brings the largest numbers of float32 to one.
+    first = exponent // 2
+    powers = (jnp.ldexp(jnp.ones((), x.dtype), e) for e in (first, exponent - first))
+    return x * next(powers) * next(powers)
 
 
 def where(chosen: AnyArray, stacked: Any, otherwise: Any = None) -> Any:

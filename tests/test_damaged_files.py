@@ -38,7 +38,8 @@ from fisherjax.compression import (
     Triangle,
     Truncated,
 )
-from fisherjax.files import uploads
+from fisherjax.files.checkpoints import _fishers
+from fisherjax.files.uploads.update import open_upload
 from fisherjax.fisher.operators import Template
 from tests import damage, torch_files
 
@@ -265,7 +266,7 @@ def test_what_somebody_sealed_again_is_consistent_or_refused(folder, kind, numbe
         if found is None:
             continue
         update, record = found
-        sizes = uploads.open_upload(path)[2]
+        sizes = open_upload(path)[2]
         own = update.values.get("update", update.values)
         nodes = jax.tree.leaves(own, is_leaf=lambda x: isinstance(x, Difference))
         start = {x.leaf: np.float32(0) for x in nodes if isinstance(x, Difference)}
@@ -326,7 +327,7 @@ def test_a_fisher_file_that_somebody_sealed_again_is_consistent_or_refused(folde
     assert files.merge_files(out, [(model, path)]).algorithm in METHODS
     for seed in range(number):
         path.write_bytes(damage.sealed_of(content, random.Random(seed)))
-        found, said = judged(lambda own: files._fishers.open_fisher(own, files.Limits()), path)
+        found, said = judged(lambda own: _fishers.open_fisher(own, files.Limits()), path)
         assert bool(judged(inspected, path)[1]) == bool(said), (seed, said)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Blocks ")
@@ -475,7 +476,7 @@ def test_codes_of_another_shape_are_refused_before_anything_is_decoded(folder, m
     sound, out = _written(folder, "roots", "bob"), folder / "merged.safetensors"
     place = "dict/update/dict/params/dict/c/static/shape"
     path = rewritten(folder, "roots", place, [2, 2])
-    monkeypatch.setattr(files._packed, "_decode", refuse)
+    monkeypatch.setattr(files.uploads._packed, "_decode", refuse)
     with pytest.raises(ValueError, match=r"damaged.* decodes to other layers than .*bob"):
         files.merge_files(out, [sound, path])
     with pytest.raises(ValueError, match=r"bob.* cannot be decoded .decoded"):
@@ -588,7 +589,7 @@ def test_a_digest_that_is_none_is_a_wrong_one(tmp_path):
 def test_values_of_a_later_version_are_called_so(tmp_path):
     """Also where a description is decoded without the checks of a file."""
     with pytest.raises(ValueError, match=r"a\.safetensors' has a description .*update fisherjax"):
-        files.values.decode(tmp_path / "a.safetensors", {"type": "Later"}, str)
+        files.uploads.values.decode(tmp_path / "a.safetensors", {"type": "Later"}, str)
 
 
 def test_a_type_that_numpy_lacks_is_refused_by_name(tmp_path):

@@ -20,7 +20,8 @@ from safetensors.numpy import load_file, save_file
 import fisherjax as fj
 from fisherjax import files
 from fisherjax.__main__ import main
-from fisherjax.files import _checkpoints, _pieces, _unfinished
+from fisherjax.files import _shards
+from fisherjax.files.checkpoints import _pieces, _unfinished
 from tests import damage
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def start(tmp_path):
 @pytest.fixture
 def small_pieces(monkeypatch):
     """Split leaves of a few thousand entries, whose last piece is padded."""
-    monkeypatch.setattr(_checkpoints, "PIECE", 1 << 10)
+    monkeypatch.setattr(_shards, "PIECE", 1 << 10)
     monkeypatch.setattr(_pieces, "_SIZES", [1 << 6, 1 << 10])
 
 
@@ -284,6 +285,42 @@ def test_the_command_computes_fisher_files_that_merge_as_uploads_do(
         np.testing.assert_allclose(found, np.asarray(leaf), rtol=eps, atol=eps)
 
 
+def test_the_gram_matrices_of_regmean_plus_plus_are_those_of_regmean_at_the_start(
+    tmp_path, folders, start, capsys
+):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    made = ["--import", f"{tmp_path / 'mine.py'}:model_and_data", "--algorithm"]
+    paths = [str(tmp_path / f"{name}.fisher.safetensors") for name in ("plus", "own")]
+    plus = ["fisher", paths[0], str(folders[0]), *made, "regmean_plus_plus"]
+    assert main(plus) == 1
+    assert "which is unknown. Pass" in (said := capsys.readouterr().err)
+    assert said.endswith("the command `fisher` reads it from --start.\n")
+    assert main([*plus, "--start", str(start)]) == 0
+    assert main(["fisher", paths[1], str(start), *made, "regmean"]) == 0
+    found, expected = map(files.load_arrays, paths)
+    for name, gram in expected.items():
+        np.testing.assert_array_equal(found[name], gram)
+    assert main(["fisher", paths[1], str(start), *made, "ties"]) == 1
+    assert "algorithm is 'ties'; expected 'fisher_merge' or 'regmean'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("curvature", [fj.fisher.Diagonal, lambda entries: entries])
+def test_curvature_of_leaves_that_are_no_params_is_refused(tmp_path, curvature):
+    params = {"fc.weight": np.ones((3, 2), "f4")}
+    both = curvature({name: np.ones((3, 2), "f4") for name in ("fc.weight", "head.weight")})
+    with pytest.raises(ValueError, match=r"\['head\.weight'\], which are not among its params"):
+        files.save_fisher(tmp_path / "a.safetensors", both, params=params)
+
+
+def test_shards_that_the_index_does_not_name_are_said_not_to_be_read(tmp_path, folders):
+    save_file({"fc.bias": np.full(60, 9, "f4")}, folders[1] / "consolidated.safetensors")
+    with pytest.warns(UserWarning, match=r"b' has consolidated\.safetensors besides the weights"):
+        files.merge_files(tmp_path / "out", folders[1:])
+    assert not (tmp_path / "out" / "consolidated.safetensors").exists()
+    mean = sum(x["fc.bias"].astype("f8") for x in MODELS[1:]) / 2
+    np.testing.assert_array_equal(read(tmp_path / "out")["fc.bias"], mean.astype("float16"))
+
+
 def peak_of(act):
     tracemalloc.start()
     act()
@@ -299,7 +336,7 @@ def test_memory_is_that_of_a_piece_of_all_models_whatever_the_size_of_a_leaf(tmp
         paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
         for path in paths:
             save_file({"w": np.zeros(size, "f4")}, path)
-        models = [_checkpoints.open_checkpoint(path, files.Limits()) for path in paths]
+        models = [_shards.open_checkpoint(path, files.Limits()) for path in paths]
         pieces = fj.algorithms.Pieces(kept="density")
         plan = _pieces.Plan(models, [], models[0], np.ones(2), None, pieces, 0.2, ["w"], [])
         out = tmp_path / "out.safetensors"
@@ -373,12 +410,12 @@ def test_a_merge_that_was_stopped_goes_on_at_its_leaf(folders, start, monkeypatc
     merged = []
     original = _pieces.merged_pieces
     monkeypatch.setattr(
-        files._leaf_writers,
+        files.checkpoints._leaf_writers,
         "merged_pieces",
         lambda plan, name, *args: (merged.append(name), original(plan, name, *args))[1],
     )
     # Magnitudes are not computed again either.
-    monkeypatch.setattr(files._leaf_writers, "smallest_kept", None)
+    monkeypatch.setattr(files.checkpoints._leaf_writers, "smallest_kept", None)
     files.merge_files(out, folders, **how)
     assert merged == [leaf]
     assert not left.exists()

@@ -201,7 +201,7 @@ def test_a_path_that_the_system_cannot_name_is_refused(tmp_path):
 WAITING = """
 import sys, time
 from fisherjax import __main__
-from fisherjax.files import _packed
+from fisherjax.files.uploads import _packed
 
 def wait(*_):
     print("ready", flush=True)

@@ -382,6 +382,13 @@ def test_conjugate_gradients_solve_an_undamped_diagonal_of_any_scale(exponent):
         np.testing.assert_allclose(found[name], wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_the_largest_numbers_of_float32_are_at_scale_one_what_they_were():
+    """Also where the power of two that divides them has no normal number as its inverse."""
+    numbers = jnp.float32(2.0**127) * jnp.array([1.9, -1.0, 0.1], jnp.float32)
+    scaled, exponents = Diagonal({"w": numbers}).at_scale_one()
+    np.testing.assert_array_equal(np.ldexp(scaled.entries["w"], exponents["w"]), numbers)
+
+
 @pytest.mark.parametrize("damping", [0.1, 1.0])
 @pytest.mark.parametrize("scales", [(1, 1e-30, 1e-12), (1e30, 1, 1e18), (1e-20, 0, 1e-17)])
 def test_the_scale_of_a_client_is_its_vote(structure, clients, weights, scales, damping):

@@ -267,7 +267,7 @@ def test_an_upload_may_have_statistics_only(tmp_path):
 
 def test_no_merge_of_files_runs_a_network():
     with pytest.raises(RuntimeError, match="Files are merged without the network"):
-        files._reads._no_network()
+        files.uploads._reads._no_network()
 
 
 def test_options_are_those_of_the_method(tmp_path):
@@ -706,7 +706,7 @@ def test_a_compressed_upload_comes_back_bit_for_bit_and_its_bytes_are_those_of_i
     # Decoded by the same program, which says that every bit and its place are the same.
     decode = jax.jit(compression.decode)
     expected = decode(sent.values["update"], START)
-    found = Update(files.values.flat(decode(found.values["update"], START)), "")
+    found = Update(files.uploads.values.flat(decode(found.values["update"], START)), "")
     assert_equal(found, by_name(Update(expected, "")))
 
 

@@ -16,7 +16,8 @@ def start_of(trained: Trained, what: str) -> Params:
     if trained.start is None:
         raise ValueError(
             f"{what} from the model that they started from, which is unknown. Pass the result of "
-            "training.train, or training.Trained(stacked params, start)."
+            "training.train, or training.Trained(stacked params, start); the command `fisher` "
+            "reads it from --start."
         )
     return trained.start
 

@@ -16,10 +16,10 @@ from safetensors import numpy as safetensors
 
 from fisherjax.files import base
 from fisherjax.files._archive import read_archive
-from fisherjax.files._checkpoints import is_folder, open_checkpoint
 from fisherjax.files._limits import LIMITS, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
+from fisherjax.files._shards import is_finite, is_folder, open_checkpoint
 from fisherjax.files._shown import shown_errors
 from fisherjax.tree import to_native
 
@@ -241,7 +241,7 @@ def _cast(name: str, array: np.ndarray, dtype: Any) -> np.ndarray:
     with np.errstate(over="ignore"):
         # The byte order of `like` does not matter.
         result = array.astype(dtype.newbyteorder("="))
-    if (lost := np.isfinite(array) & ~np.isfinite(result)).any():
+    if not is_finite(result) and (lost := np.isfinite(array) & ~np.isfinite(result)).any():
         raise ValueError(
             f"{name} holds {float(array[lost][0]):.3g}, which is too large for {result.dtype}: "
             "read it without cast, or with a `like` of higher precision"

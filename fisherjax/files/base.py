@@ -106,14 +106,20 @@ def little(array: Any) -> memoryview:
     return swapped.reshape(-1).view(np.uint8).data
 
 
-def write_digest(file: BinaryIO, header: bytes) -> None:
-    """Write the digest of a file whose other bytes are all written."""
-    file.flush()
-    place = header.index(_UNKNOWN.encode())
-    # Computed from what was written, so that it also covers the header.
-    digest = _digest(file, place)
-    file.seek(place)
-    file.write(digest.encode())
+def write_digest(file: BinaryIO, header: bytes, hashed: Any = None, size: int = 0) -> None:
+    """Write the digest of a file whose other bytes are all written.
+
+    Args:
+        file: The file.
+        header: Its header, with zeros in place of the digest.
+        hashed: The `hashlib.sha256` of its first bytes; None computes that of the header.
+        size: Number of these bytes.
+    """
+    digest = hashlib.sha256(header) if hashed is None else hashed
+    file.seek(len(header) if hashed is None else size)
+    _hash_rest(file, digest)
+    file.seek(header.index(_UNKNOWN.encode()))
+    file.write(digest.hexdigest().encode())
 
 
 @shown_errors()
@@ -286,7 +292,11 @@ def _digest(file: BinaryIO, place: int) -> str:
     digest = hashlib.sha256(file.read(place))
     digest.update(_UNKNOWN.encode())
     file.seek(place + len(_UNKNOWN))
+    _hash_rest(file, digest)
+    return digest.hexdigest()
+
+
+def _hash_rest(file: BinaryIO, digest: Any) -> None:
     # In chunks, because a file may be larger than the memory.
     while chunk := file.read(1 << 18):
         digest.update(chunk)
-    return digest.hexdigest()

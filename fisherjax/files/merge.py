@@ -21,7 +21,9 @@ from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_w
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.clients import shares
 from fisherjax.files import base
-from fisherjax.files._checkpoint_merge import (
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._shown import shown_errors
+from fisherjax.files.checkpoints._merge import (
     about_of,
     check_out,
     merge_plain,
@@ -29,19 +31,17 @@ from fisherjax.files._checkpoint_merge import (
     place_of,
     warning_of,
 )
-from fisherjax.files._description_checks import STATISTICS
-from fisherjax.files._layerwise import Cohort, layer_by_layer
-from fisherjax.files._limits import LIMITS, ArrayKind, Limits
-from fisherjax.files._packed import Opened, check_like, decoded_files, start_by_name
-from fisherjax.files._parts import split
-from fisherjax.files._reads import (
+from fisherjax.files.uploads._description_checks import STATISTICS
+from fisherjax.files.uploads._layerwise import Cohort, layer_by_layer
+from fisherjax.files.uploads._packed import Opened, check_like, decoded_files, start_by_name
+from fisherjax.files.uploads._parts import split
+from fisherjax.files.uploads._reads import (
     check_clients,
     check_untrained,
     common,
     method_of,
 )
-from fisherjax.files._records import Merge, Record
-from fisherjax.files._shown import shown_errors
+from fisherjax.files.uploads._records import Merge, Record
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.
 _MEAN = averaging()

@@ -12,7 +12,7 @@ import fisherjax as fj
 from fisherjax import fisher
 from fisherjax._layers.layer import matrix
 from fisherjax._layers.pairs import check_output_layer, output_layer, trace
-from fisherjax.files import values
+from fisherjax.files.uploads import values
 from fisherjax.fisher.operators import Template
 
 

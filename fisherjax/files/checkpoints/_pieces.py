@@ -20,8 +20,8 @@ from fisherjax._core.compiler import jit
 from fisherjax.algorithms import Algorithm, Pieces, Update
 from fisherjax.clients import shares
 from fisherjax.files import base
-from fisherjax.files._checkpoints import PIECE, Checkpoint, Stored, pieces_of
-from fisherjax.files._fishers import Fisher, check_hash
+from fisherjax.files._shards import PIECE, Checkpoint, Stored, is_finite, pieces_of
+from fisherjax.files.checkpoints._fishers import Fisher, check_hash
 from fisherjax.training import Trained
 from fisherjax.typing import Array
 
@@ -29,6 +29,7 @@ _ENTRIES = 1 << 22  # of a piece of all models
 # Of pieces, which are padded to one of them; the last is PIECE.
 _SIZES = [PIECE >> bits for bits in (6, 4, 2, 0)]
 _HALF = 1 << 16
+_BLOCK = 1 << 14  # entries in float64 take an eighth of a core's cache
 
 
 class Plan(NamedTuple):
@@ -142,11 +143,19 @@ def _weighted(models: Any, fishers: Any, p: Any, mean: Any, floor: Any) -> Array
     return average + jnp.where(is_curved, parts.sum(0), 0)
 
 
-def mean_of(models: list[np.ndarray], p: np.ndarray) -> np.ndarray:
-    """Average entries in float64, within the range of the models.
+def mean_of(
+    models: list[np.ndarray], p: np.ndarray, cast: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Average entries in float64, within the range of the models, and cast them.
 
-    NumPy computes it: JAX would make float32 of float64, where its x64 mode is off.
+    NumPy computes it: JAX would make float32 of float64, where its x64 mode is off. It does so by
+    blocks that stay in the cache of a core, which is several times faster.
     """
+    blocks = (slice(first, first + _BLOCK) for first in range(0, models[0].size, _BLOCK))
+    return np.concatenate([cast(_mean([own[x] for own in models], p)) for x in blocks])
+
+
+def _mean(models: list[np.ndarray], p: np.ndarray) -> np.ndarray:
     mean, low, high = 0.0, np.inf, -np.inf
     for own, share in zip(models, p, strict=True):
         if share > 0:
@@ -205,7 +214,7 @@ def find_nonfinite(plan: Plan) -> dict[str, str]:
         for fisher in plan.fishers[number : number + 1]:
             named += list(fisher.arrays.items())
         for name, stored in named:
-            if not all(map(_is_finite, _ahead(pieces_of(stored)))):
+            if not all(map(is_finite, _ahead(pieces_of(stored)))):
                 found[str(model.path)] = name
                 break
     return found
@@ -245,7 +254,7 @@ def _piece(
 
 def check_finite(piece: np.ndarray, path: Path, name: str) -> None:
     """Check that entries of an array are finite; a start in memory has no path."""
-    if not _is_finite(piece):
+    if not is_finite(piece):
         where = repr(str(path)) if path != Path() else "The start"
         raise ValueError(
             f"{where} is not finite: {name}. The client diverged: train it with a smaller "
@@ -272,11 +281,6 @@ def mean_curvatures(plan: Plan, leaf: str) -> np.ndarray:
 def _entries(fisher: Fisher, leaf: str) -> Stored:
     """Return where the diagonal of a leaf lies."""
     return fisher.arrays[fisher.values["fisher"].entries[leaf]]
-
-
-def _is_finite(piece: np.ndarray) -> bool:
-    # NumPy's test is slow for short floats.
-    return bool(np.isfinite(piece.astype("f4") if piece.dtype.itemsize == 2 else piece).all())
 
 
 def _stacked(arrays: list[np.ndarray], size: int) -> np.ndarray:

@@ -12,9 +12,9 @@ from fisherjax import merging
 from fisherjax._semidefinite import indefinite
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
-from fisherjax.files._parts import Part, strengths_of
-from fisherjax.files._records import Record
 from fisherjax.files._shown import shown
+from fisherjax.files.uploads._parts import Part, strengths_of
+from fisherjax.files.uploads._records import Record
 from fisherjax.fisher import Operator
 
 

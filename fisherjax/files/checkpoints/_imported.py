@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import algorithms, clients, merging
+from fisherjax import algorithms, clients, merging, tree
+from fisherjax._core import checks
 from fisherjax.files import base
-from fisherjax.files._fishers import save_fisher
 from fisherjax.files.arrays import load_arrays
-from fisherjax.files.uploads import of_client
+from fisherjax.files.checkpoints._fishers import save_fisher
+from fisherjax.files.checkpoints._plain import is_filed
+from fisherjax.files.uploads.update import of_client
+from fisherjax.training import Trained
 
 
 def _check_replaceable(out: Path) -> None:
@@ -33,7 +36,14 @@ def _check_replaceable(out: Path) -> None:
 
 
 def save_imported(
-    out: str, checkpoint: str, source: str, algorithm: str, *, options: dict[str, Any], seed: int
+    out: str,
+    checkpoint: str,
+    source: str,
+    algorithm: str,
+    *,
+    start: str | None = None,
+    options: dict[str, Any],
+    seed: int,
 ) -> int:
     """Compute what an algorithm reads of a checkpoint besides its params, and write it to a file.
 
@@ -43,6 +53,7 @@ def save_imported(
         source: "FILE.py:FUNCTION", of a function that returns the model and the data. Its params
             are a dict by the names of the checkpoint's arrays of floats, in float32.
         algorithm: A name in `algorithms.METHODS`.
+        start: The checkpoint that clients started from, which RegMean++ reads.
         options: Options of the algorithm, such as `max_examples`.
         seed: Seed of what is drawn.
 
@@ -50,15 +61,18 @@ def save_imported(
         The number of params.
 
     Raises:
-        ValueError: If there is no such function, or it returns something else.
+        ValueError: If there is no such function, or it returns something else; if the algorithm
+            reads no Fisher file, or the start, which is not given.
     """
     path, _, name = source.rpartition(":")
     if not Path(path).is_file() or not name.isidentifier():
         raise ValueError(
             f"--import is {source!r}; expected FILE.py:FUNCTION, of a file that exists"
         )
+    known = [name for name, row in algorithms.METHODS.items() if is_filed(row)]
+    checks.one_of("algorithm", algorithm, known)
     _check_replaceable(base.checked_path(out, ".safetensors"))
-    arrays = load_arrays(checkpoint)
+    params, begin = _floats_of(checkpoint), None if start is None else _floats_of(start)
     # As Python itself does for a file that it runs, which may import others beside it.
     sys.path.insert(0, str(Path(path).resolve().parent))
     function = runpy.run_path(path).get(name)
@@ -70,20 +84,21 @@ def save_imported(
             "a fj.Model and its data"
         )
     model, data = made
-    # Counters and masks are no params.
-    floats = {
-        name: x.astype(np.float32)
-        for name, x in arrays.items()
-        if jnp.issubdtype(x.dtype, jnp.floating)
-    }
     method = algorithms.make(algorithm, model, **options)
     key, federation = jax.random.key(seed), clients.federation([data])
-    sent = of_client(merging.summarize(method, [floats], federation, key=key), 0)
+    trained = Trained(tree.stack([params]), begin)
+    sent = of_client(merging.summarize(method, trained, federation, key=key), 0)
     values = {name: x for name, x in sent.values.items() if name != "params"}
-    if len(values) != 1 or "params" not in sent.values:
-        raise ValueError(f"{algorithm} sends {sent.kind}; expected one that sends a Fisher too")
     digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
     how = f"{sent.kind}; {Path(path).name}:{name}, sha256 {digest}; options {options}; seed {seed}"
     params = sent.values["params"]
     save_fisher(out, *values.values(), params=params, source=how)
     return sum(x.size for x in jax.tree.leaves(params))
+
+
+def _floats_of(checkpoint: str) -> dict[str, np.ndarray]:
+    """Read the params of a checkpoint in float32; counters and masks are none."""
+    arrays = load_arrays(checkpoint)
+    return {
+        x: y.astype(np.float32) for x, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.floating)
+    }

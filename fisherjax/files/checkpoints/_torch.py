@@ -13,9 +13,9 @@ import numpy as np
 from fisherjax.files._archive import open_archive
 from fisherjax.files._limits import LIMITS, Limits, check_limits
 from fisherjax.files._paths import checked_path
-from fisherjax.files._pickles import Storage, Tensor, itemsize, read_pickle
 from fisherjax.files._shown import shown_errors
 from fisherjax.files.base import damaged
+from fisherjax.files.checkpoints._pickles import Storage, Tensor, itemsize, read_pickle
 
 SUFFIXES = ".pth", ".pt", ".bin", ".ckpt", ".th"
 _ZIP = b"PK\x03\x04"

@@ -14,11 +14,11 @@ from fisherjax import compression, tree
 from fisherjax._core.compiler import jit
 from fisherjax._divergence import diverged, screen
 from fisherjax.compression import Difference
-from fisherjax.files import uploads
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._paths import scratch
-from fisherjax.files._records import Record
 from fisherjax.files.arrays import load_arrays
+from fisherjax.files.uploads import update as uploads
+from fisherjax.files.uploads._records import Record
 
 Opened = Sequence[tuple[Record, dict[str, Any], dict[str, ArrayKind]]]
 """For each upload its record, the description of its values, and the kinds that they decode to."""

@@ -17,14 +17,14 @@ import numpy as np
 
 from fisherjax import algorithms, tree
 from fisherjax.files import base
-from fisherjax.files._checkpoints import Checkpoint, Stored, of_file
-from fisherjax.files._description_checks import check_values
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits
 from fisherjax.files._paths import checked_path
 from fisherjax.files._places import _some
+from fisherjax.files._shards import Checkpoint, Stored, of_file
 from fisherjax.files._shown import shown_errors
-from fisherjax.files._size_checks import check_sizes, is_shape
-from fisherjax.files.values import check_single, decode, encode, flat
+from fisherjax.files.uploads._description_checks import check_values
+from fisherjax.files.uploads._size_checks import check_sizes, is_shape
+from fisherjax.files.uploads.values import check_single, decode, encode, flat
 from fisherjax.fisher import Diagonal, Kronecker, Operator
 
 FISHERS = {"fisher": Operator, "grams": dict}

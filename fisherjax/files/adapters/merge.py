@@ -10,11 +10,11 @@ from fisherjax import adapters as products
 from fisherjax._core import checks
 from fisherjax._semidefinite import indefinite
 from fisherjax.clients import shares
-from fisherjax.files import _adapter_config
-from fisherjax.files._fishers import Fisher, open_fisher
 from fisherjax.files._limits import LIMITS, Limits
 from fisherjax.files._shown import shown_errors
-from fisherjax.files.adapters import PeftAdapter, load_adapter, new_folder, save_adapter
+from fisherjax.files.adapters import _config as _adapter_config
+from fisherjax.files.adapters.folders import PeftAdapter, load_adapter, new_folder, save_adapter
+from fisherjax.files.checkpoints._fishers import Fisher, open_fisher
 from fisherjax.fisher import Kronecker
 
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fisherjax import tree
-from fisherjax.files._checkpoints import SHARD, Checkpoint, Stored, pieces_of
-from fisherjax.files._fishers import Fisher
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import _some
+from fisherjax.files._shards import SHARD, Checkpoint, Stored, pieces_of
 from fisherjax.files.arrays import load_arrays
+from fisherjax.files.checkpoints._fishers import Fisher
 
 UNEQUAL = "raise", "start", "first", "skip"
 """What becomes of leaves whose shapes differ, or that some checkpoints lack."""

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from fisherjax._core import checks
 from fisherjax._layers.layer import Layer
 from fisherjax.files._limits import ArrayKind, Limits
-from fisherjax.files._size_checks import check_sizes, is_shape
 from fisherjax.files.base import Sealed, read
-from fisherjax.files.values import VALUE_TYPES, decode, joined
+from fisherjax.files.uploads._size_checks import check_sizes, is_shape
+from fisherjax.files.uploads.values import VALUE_TYPES, decode, joined
 
 FIELDS = ("algorithm", "kind", "client", "examples", "codec")
 """Fields of the description of every upload, besides its values."""

@@ -14,10 +14,10 @@ import numpy as np
 
 from fisherjax import adapters as products
 from fisherjax.adapters import Adapter
-from fisherjax.files import _adapter_config
 from fisherjax.files._limits import LIMITS, Limits
 from fisherjax.files._paths import atomic_file, scratch
 from fisherjax.files._shown import shown_errors
+from fisherjax.files.adapters import _config as _adapter_config
 from fisherjax.files.arrays import load_arrays, save_arrays
 
 _ARRAYS, _PREFIX = "adapter_model.safetensors", "base_model.model."

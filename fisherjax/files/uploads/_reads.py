@@ -1,29 +1,24 @@
 """Make the method that merges uploads, and check that the uploads fit it and each other."""
 
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from fisherjax import algorithms, leaves, likelihoods
-from fisherjax._core import checks
-from fisherjax.algorithms import Algorithm, Row
+from fisherjax.algorithms import Algorithm
 from fisherjax.compression import Encoded, Slot
-from fisherjax.files._description_checks import STATISTICS
-from fisherjax.files._fishers import FISHERS, Fisher
 from fisherjax.files._places import _some
-from fisherjax.files._records import Record
-from fisherjax.files.uploads import check_method
-from fisherjax.files.values import decode
+from fisherjax.files.uploads._description_checks import STATISTICS
+from fisherjax.files.uploads._records import Record
+from fisherjax.files.uploads.update import check_method
+from fisherjax.files.uploads.values import decode
 from fisherjax.typing import Model
-
-_MOMENT = re.compile(r"(?<![a-z])(mean|var|variance)(:0)?$")
 
 
 def method_of(records: list[Record], name: str | None, options: dict) -> tuple[str, Algorithm]:
-    """Make the method that merges the uploads; it never runs the network."""
+    """Make the method that merges the uploads."""
     first = records[0]
     for record in records:
         if name is None and record.algorithm != first.algorithm:
@@ -37,10 +32,7 @@ def method_of(records: list[Record], name: str | None, options: dict) -> tuple[s
     name = first.algorithm if name is None else name
     check_method(name)
     _reads_of(name)
-    # Factories require a model, from which a merge of files needs nothing.
-    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
-    # Without a model there is no mask, against which the leaves of uploads would be checked.
-    return name, method._replace(kind=records[0].kind, model=None)
+    return name, without_network(name, options)._replace(kind=records[0].kind)
 
 
 def _reads_of(name: str) -> Mapping[str, type]:
@@ -60,6 +52,14 @@ def _reads_of(name: str) -> Mapping[str, type]:
     )
 
 
+def without_network(name: str, options: dict[str, Any]) -> Algorithm:
+    """Make a method that merges files; it never runs the network."""
+    # Factories require a model, from which a merge of files needs nothing.
+    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
+    # Without a model there is no mask, against which the leaves of uploads would be checked.
+    return method._replace(model=None)
+
+
 def _no_network(*_: Any) -> Any:
     raise RuntimeError("Files are merged without the network; nothing may call it.")
 
@@ -77,56 +77,6 @@ def check_clients(records: list[Record]) -> None:
                 f"Client {record.client!r} is in {str(first.path)!r} and in {str(record.path)!r}: "
                 "merge only one of them."
             )
-
-
-def checkpoint_method(
-    name: str, options: dict[str, Any], fishers: Sequence[Fisher]
-) -> tuple[Row, Algorithm]:
-    """Make the method that merges checkpoints, and check that it reads their Fisher files.
-
-    Raises:
-        ValueError: If the method cannot merge checkpoints, or reads other curvature.
-    """
-    checks.one_of("algorithm", name, algorithms.METHODS, "algorithms.METHODS")
-    row = algorithms.METHODS[name]
-    needed = row.reads if isinstance(row.reads, Mapping) else {}
-    if not needed.keys() <= FISHERS.keys() or not (row.pieces or needed):
-        known = [x for x, y in algorithms.METHODS.items() if y.pieces or _is_filed(y)]
-        why = row.reads if isinstance(row.reads, str) else "needs what no checkpoint has"
-        raise ValueError(
-            f"{name} {why}, and does not merge checkpoints; expected one of {', '.join(known)}."
-        )
-    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
-    if bool(needed) != bool(fishers):
-        [what] = needed or ["nothing"]
-        how = "Compute them by files.save_fisher, or python -m fisherjax fisher, and pass each"
-        mend = f"{how} beside its checkpoint (--fisher)." if needed else "Pass none (--fisher)."
-        raise ValueError(f"{name} merges params and {what} of Fisher files. {mend}")
-    for fisher in fishers:
-        [(word, value)], [(what, kind)] = fisher.values.items(), needed.items()
-        if word != what or not isinstance(value, kind):
-            raise ValueError(
-                f"{str(fisher.path)!r} holds {word} ({type(value).__name__}); {name} merges params "
-                f"and {what} ({kind.__name__})"
-            )
-    return row, method._replace(model=None)
-
-
-def _is_filed(row: Row) -> bool:
-    return isinstance(row.reads, Mapping) and {*row.reads} <= {*FISHERS} and bool(row.reads)
-
-
-def check_names(where: str, names: Sequence[str]) -> None:
-    """Check that leaves of a plain checkpoint have names, and that none is a running variance."""
-    if "" in names:
-        raise ValueError(
-            f"{where} has an array without a name, '', which a merged file cannot have: rename it."
-        )
-    try:
-        # Only names tell: one ends in the moment, where a layer's goes on.
-        leaves.check_moments([name for name in names if _MOMENT.search(name)])
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
 
 
 def common(records: list[Record], specs: list[dict], name: str) -> dict[str, Any]:

@@ -63,10 +63,13 @@ def check_sizes(
     # A description can be wrong in any way, and every way is the client's fault, not a crash.
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = error if isinstance(error, ValueError) else repr(error)
+        mend = (
+            "write it again for its params" if client is None else "ask the client to send it again"
+        )
         raise ValueError(
-            f"{where} cannot be decoded ({reason}): ask the client to send it again. If you trust "
-            "its sender and its codes decode to more bytes than usual, raise the limit: "
-            "limits=files.Limits(expansion=...), or --limit expansion=..."
+            f"{where} cannot be decoded ({reason}): {mend}. If you trust its sender and its codes "
+            "decode to more bytes than usual, raise the limit: limits=files.Limits(expansion=...), "
+            "or --limit expansion=..."
         ) from error
     return {name: ArrayKind.of(x) for name, x in tree.by_name(found).items() if hasattr(x, "dtype")}
 
@@ -111,6 +114,12 @@ def _expected(values: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     if isinstance(fisher, Operator) and (missing := sorted(params.keys() - known.keys())):
         raise ValueError(f"its Fisher lacks the leaves {reprlib.repr(missing)}")
     grams = values.get("grams")
+    of_grams = [name.removesuffix("^T") for name in grams] if isinstance(grams, Mapping) else []
+    # The curvature of other leaves would be ignored, as that of a leaf by another name.
+    if more := sorted({*(known if isinstance(fisher, Operator) else ()), *of_grams} - {*params}):
+        raise ValueError(
+            f"it has curvature of {reprlib.repr(more)}, which are not among its params"
+        )
     if isinstance(grams, Mapping):
         # A Gram matrix has the size of the inputs; a name with ^T is that of a transposed kernel.
         for name, gram in grams.items():

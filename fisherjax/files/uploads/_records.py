@@ -8,11 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from fisherjax.files import base
-from fisherjax.files._checkpoints import Checkpoint
-from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS
 from fisherjax.files._limits import ArrayKind
 from fisherjax.files.base import Sealed
-from fisherjax.files.values import joined, shape_of
+from fisherjax.files.uploads._description_checks import FIELDS, FROZEN, STATISTICS
+from fisherjax.files.uploads.values import joined, shape_of
 
 
 class Record(NamedTuple):
@@ -92,31 +91,6 @@ class Merge(NamedTuple):
     votes: dict[str, np.ndarray]
     taken: Mapping[str, str] = MappingProxyType({})
     copied_from: str = ""
-
-
-def plain_record(model: Checkpoint) -> Record:
-    """Take a plain checkpoint as an upload of FedAvg with weight one."""
-    floats = {name: x for name, x in model.arrays.items() if x.is_float}
-    if not floats:
-        raise ValueError(f"{str(model.path)!r} has no arrays of floats, which could be merged")
-    return Record(
-        path=model.path,
-        client=str(model.path),
-        examples=1,
-        algorithm="fedavg",
-        kind="params",
-        codec="none",
-        layers={name: x.kind.shape for name, x in floats.items()},
-        statistics={},
-        frozen=tuple(sorted(model.arrays.keys() - floats.keys())),
-        arrays={
-            f"{'params' if name in floats else FROZEN}/{name}": x.kind
-            for name, x in model.arrays.items()
-        },
-        nbytes=model.nbytes,
-        version="",
-        sha256="",
-    )
 
 
 def record_of(file: Sealed) -> Record:

@@ -15,8 +15,9 @@ from fisherjax._core import checks
 from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
 from fisherjax.algorithms import Pieces
 from fisherjax.clients import shares
-from fisherjax.files import base, uploads
-from fisherjax.files._checkpoints import (
+from fisherjax.files import base
+from fisherjax.files._limits import ArrayKind, Limits
+from fisherjax.files._shards import (
     SHARD,
     Checkpoint,
     is_folder,
@@ -24,15 +25,16 @@ from fisherjax.files._checkpoints import (
     open_checkpoint,
     pieces_of,
 )
-from fisherjax.files._compared import UNEQUAL, Sources, compare, in_memory
-from fisherjax.files._fishers import check_fishers, hash_of, open_fisher
-from fisherjax.files._leaf_writers import Task, kind_of, write_layers, write_pieces
-from fisherjax.files._limits import ArrayKind, Limits
-from fisherjax.files._pieces import Plan, check_finite, find_nonfinite
-from fisherjax.files._reads import check_clients, check_names, checkpoint_method
-from fisherjax.files._records import Merge, plain_record
 from fisherjax.files._shown import shown
-from fisherjax.files._unfinished import Shard, shard, unfinished
+from fisherjax.files.checkpoints._compared import UNEQUAL, Sources, compare, in_memory
+from fisherjax.files.checkpoints._fishers import check_fishers, hash_of, open_fisher
+from fisherjax.files.checkpoints._leaf_writers import Task, kind_of, write_layers, write_pieces
+from fisherjax.files.checkpoints._pieces import Plan, check_finite, find_nonfinite
+from fisherjax.files.checkpoints._plain import check_names, checkpoint_method, plain_record
+from fisherjax.files.checkpoints._unfinished import Shard, shard, unfinished
+from fisherjax.files.uploads import update as uploads
+from fisherjax.files.uploads._reads import check_clients
+from fisherjax.files.uploads._records import Merge
 
 
 def place_of(out: Any, first: Any, start: Any) -> Path:

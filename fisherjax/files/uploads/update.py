@@ -14,11 +14,17 @@ from fisherjax._core import checks
 from fisherjax._upload_checks import num_clients
 from fisherjax.algorithms.base import Update
 from fisherjax.files import base
-from fisherjax.files._description_checks import FIELDS, FROZEN, STATISTICS, check, check_described
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits
-from fisherjax.files._records import Record, record_of
 from fisherjax.files._shown import shown_errors
-from fisherjax.files.values import check_single, decode, encode, flat
+from fisherjax.files.uploads._description_checks import (
+    FIELDS,
+    FROZEN,
+    STATISTICS,
+    check,
+    check_described,
+)
+from fisherjax.files.uploads._records import Record, record_of
+from fisherjax.files.uploads.values import check_single, decode, encode, flat
 
 THEN = "; "
 """Text between the kind of an update and the codec's name, in the kind of a compressed update."""

@@ -6,6 +6,7 @@ own folder only, and has to say of every array where it is.
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from fisherjax.files._places import _some
 INDEX, SHARD = ".safetensors.index.json", ".safetensors"
 # Entries of each file that are in memory at once: few enough for the caches of a processor.
 PIECE = 1 << 18
-# Files with weights that are not those that a merge reads.
+# Files that are not copied: those with weights, and an index, which would name some of them.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
+_WEIGHTS += (".index.json",)
 
 
 class Stored(NamedTuple):
@@ -103,6 +105,15 @@ def pieces_of(stored: Stored) -> Iterator[np.ndarray]:
         yield stored.read(first, min(PIECE, stored.size - first))
 
 
+def is_finite(piece: np.ndarray) -> bool:
+    """Return whether all numbers of an array are finite."""
+    if piece.dtype.itemsize != 2 or piece.dtype.kind in "iu" or not piece.size:
+        return bool(np.isfinite(piece).all())
+    # NumPy's test is slow for short floats, whose exponent has only ones if they are not finite.
+    infinite = int(np.array(np.inf, piece.dtype).view(np.uint16))
+    return bool((piece.view(np.uint16) & 0x7FFF).max() < infinite)
+
+
 def is_folder(path: Any) -> bool:
     """Return whether a path is that of a folder with a checkpoint, or of its index."""
     is_path = isinstance(path, (str, bytes, os.PathLike))
@@ -137,6 +148,13 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
             f"{str(folder / indices[0])!r} names the shards {_some(missing)}, which are not in its "
             "folder: download them again"
         )
+    others = _others(folder)
+    if unread := [x for x in others if x.endswith(SHARD) and x not in listed]:
+        warnings.warn(
+            f"{str(folder)!r} has {_some(unread)} besides the weights that are read, "
+            f"{_some(listed)}: these files are neither merged nor copied.",
+            stacklevel=2,
+        )
     found = [_model(_inside(folder, name), limits) for name in listed]
     for file, name in zip(found, listed, strict=True):
         if indices:
@@ -147,7 +165,7 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
         {name: tuple(file.arrays) for name, file in zip(listed, found, strict=True)},
         {name: file.metadata for name, file in zip(listed, found, strict=True)},
         indices[0] if indices else "",
-        tuple(_others(folder)),
+        tuple(name for name in others if not name.endswith(_WEIGHTS) and _inside(folder, name)),
         sum(file.nbytes for file in found),
         found[0].about,
     )
@@ -230,13 +248,11 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 def _others(folder: Path) -> list[str]:
-    """List the files that belong to a model besides its weights, such as config.json."""
+    """List the files of a folder, with those that are in folders of it."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            # An index of other files would name weights that are not copied.
-            if not name.startswith(".") and not name.endswith((*_WEIGHTS, ".index.json")):
+            if not name.startswith("."):
                 found.append(os.path.relpath(os.path.join(parent, name), folder))
-                _inside(folder, found[-1])
     return found

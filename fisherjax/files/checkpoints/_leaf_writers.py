@@ -10,22 +10,22 @@ import numpy as np
 
 from fisherjax.algorithms import Algorithm, Row
 from fisherjax.clients import shares
-from fisherjax.files import _layerwise
-from fisherjax.files._checkpoints import Checkpoint, Stored
-from fisherjax.files._compared import Compared
-from fisherjax.files._fishers import Fisher, check_hash, hash_of, restricted
 from fisherjax.files._limits import ArrayKind, Limits
-from fisherjax.files._parts import split
-from fisherjax.files._pieces import (
+from fisherjax.files._shards import Checkpoint, Stored
+from fisherjax.files.arrays import _cast
+from fisherjax.files.checkpoints._compared import Compared
+from fisherjax.files.checkpoints._fishers import Fisher, check_hash, hash_of, restricted
+from fisherjax.files.checkpoints._pieces import (
     Plan,
     mean_curvatures,
     mean_of,
     merged_pieces,
     smallest_kept,
 )
-from fisherjax.files._records import Record
-from fisherjax.files._unfinished import Output
-from fisherjax.files.arrays import _cast
+from fisherjax.files.checkpoints._unfinished import Output
+from fisherjax.files.uploads import _layerwise
+from fisherjax.files.uploads._parts import split
+from fisherjax.files.uploads._records import Record
 
 
 class Task(NamedTuple):
@@ -81,9 +81,10 @@ def write_pieces(
             votes[leaf] = shares(p * facts) if facts.any() else p
         if leaf in output.done:
             continue
-        dtype = jnp.dtype(kind_of(compared, records, leaf).dtype)
-        for piece in merged_pieces(how, leaf, facts, mean_of if is_averaged else None):
-            output.put(leaf, _cast(leaf, piece, dtype))
+        cast = partial(_cast, leaf, dtype=jnp.dtype(kind_of(compared, records, leaf).dtype))
+        average = partial(mean_of, cast=cast) if is_averaged else None
+        for piece in merged_pieces(how, leaf, facts, average):
+            output.put(leaf, cast(piece))
         output.finish(leaf)
 
 

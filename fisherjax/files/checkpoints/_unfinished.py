@@ -6,11 +6,13 @@ not fit its checksums, or belongs to another merge, is begun anew. An error remo
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -108,12 +110,12 @@ def unfinished(out: Path, shards: dict[str, Shard], key: str, more: int = 0) -> 
         except OSError:  # a file system without locks cannot tell
             pass
         try:
-            output, files = _opened(stack, folder, shards, key)
+            output, files, hashed = _opened(stack, folder, shards, key)
             yield output
             for name, file in files.items():
                 if left := shards[name].kinds.keys() - output.done:
                     raise ValueError(f"{sorted(left)} were not written; expected all arrays")
-                base.write_digest(file, shards[name].header)
+                base.write_digest(file, shards[name].header, *hashed[name])
                 # The bytes reach the disk before the name does.
                 file.flush()
                 os.fsync(file.fileno())
@@ -143,8 +145,12 @@ def _check_own(folder: Path, shards: Mapping[str, Shard]) -> None:
 
 def _opened(
     stack: contextlib.ExitStack, folder: Path, shards: dict[str, Shard], key: str
-) -> tuple[Output, dict[str, BinaryIO]]:
-    """Open the files, as an earlier process left them or anew."""
+) -> tuple[Output, dict[str, BinaryIO], dict[str, tuple[Any, int]]]:
+    """Open the files, as an earlier process left them or anew; return also what is hashed of each.
+
+    Entries are written and hashed in a thread, while the caller computes the next ones. A file
+    whose entries come in its own order need not be read again for its digest.
+    """
     done, notes = _left(folder, shards, key)
     if not done and not notes:
         for path in folder.iterdir():
@@ -158,13 +164,27 @@ def _opened(
     journal = stack.enter_context((folder / _JOURNAL).open("a"))
     owners = {leaf: name for name, each in shards.items() for leaf in each.kinds}
     written: dict[str, tuple[int, int]] = {}
+    hashed = {x: (hashlib.sha256(y.header), len(y.header)) for x, y in shards.items()}
+    pool, pending = stack.enter_context(ThreadPoolExecutor(1)), []
 
-    def put(leaf: str, entries: Any) -> None:
+    def write(leaf: str, entries: Any) -> None:
         name, (size, check) = owners[leaf], written.get(leaf, (0, 0))
-        content = base.little(entries)
-        files[name].seek(shards[name].places[leaf] + size)
+        content, place = base.little(entries), shards[name].places[leaf] + size
+        files[name].seek(place)
         files[name].write(content)
         written[leaf] = size + content.nbytes, zlib.crc32(content, check)
+        digest, end = hashed[name]
+        if place == end:
+            digest.update(content)
+            hashed[name] = digest, end + content.nbytes
+
+    def wait() -> None:
+        while pending:
+            pending.pop().result()
+
+    def put(leaf: str, entries: Any) -> None:
+        wait()  # so that memory holds the entries of one call more
+        pending.append(pool.submit(write, leaf, entries))
 
     def add(line: Any) -> None:
         text = json.dumps(line)
@@ -173,6 +193,7 @@ def _opened(
         journal.flush()
 
     def finish(leaf: str) -> None:
+        wait()
         size, check = written.pop(leaf, (0, 0))
         if size != (expected := shards[owners[leaf]].kinds[leaf].nbytes):
             raise ValueError(f"{leaf} has {size} bytes; expected {expected}")
@@ -185,7 +206,7 @@ def _opened(
         add({word: value})
         notes[word] = value
 
-    return Output(put, finish, note, done, notes, folder), files
+    return Output(put, finish, note, done, notes, folder), files, hashed
 
 
 def _left(folder: Path, shards: dict[str, Shard], key: str) -> tuple[set[str], dict[str, Any]]:

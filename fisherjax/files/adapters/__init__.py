@@ -1,0 +1,1 @@
+"""Read, write and merge LoRA adapters in the folders of peft."""

@@ -1,0 +1,1 @@
+"""Read the checkpoints of other programs, and merge them and their Fisher files."""
