@@ -194,7 +194,7 @@ def command(
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
-                with hosts.connected(arguments if alone and distributed else ()):
+                with hosts.connected(arguments if alone and distributed else (), _terminate):
                     given = arguments, program, description, defaults, check, chooser
                     asked, keeps = _read(*given, cached, distributed)
                     with hosts.beside(asked) as asked, _compiled_programs(alone, keeps) as note:

@@ -13,10 +13,11 @@ import contextlib
 import dataclasses
 import io
 import os
+import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,10 +40,14 @@ Option = Annotated[
 ]
 HEARTBEAT = 30
 """Seconds without a sign of life after which a process counts as dead, and the others end."""
+LOST = (
+    "another process of this run has ended, and so this one ends too; its own messages say why. "
+    "The same commands continue the run"
+)
 
 
 @contextlib.contextmanager
-def connected(arguments: Sequence[str]) -> Iterator[None]:
+def connected(arguments: Sequence[str], on_terminate: Callable[[int, Any], None]) -> Iterator[None]:
     """Connect this process to the others of the run, if the arguments have the option.
 
     JAX must not have computed anything, so that it comes before the other options are read. A
@@ -63,11 +68,15 @@ def connected(arguments: Sequence[str]) -> Iterator[None]:
         how = {"coordinator_address": address, "num_processes": number, "process_id": index}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(**how, heartbeat_timeout_seconds=HEARTBEAT)
+    # JAX would only take note of the signal that terminates a process.
+    signal.signal(signal.SIGTERM, on_terminate)
     try:
         yield
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         # After the traceback. JAX itself would wait five minutes for others, who wait for this one.
         atexit.register(_end)
+        if "Gloo" in str(error):
+            raise ValueError(LOST) from error
         raise
 
 
