@@ -3,7 +3,7 @@
     python -m experiments.scale --out runs/scale
 
 First it measures on one core how long uploads take to decode and to add, and secure sums to mask.
-costs.md has what follows for each method, for LeNet and an encoder of MiniLM-L6's size. Then it
+costs.md has what follows for each method, for LeNet and a transformer of MiniLM-L6's size. Then it
 merges --trial uploads of LeNet's diagonal by a tree of processes, writes into prediction.md how
 long --uploads of them will take, merges those, and the trial's again. tree.csv has the runs, and
 summary.md compares them. Nothing else should run on the machine.
@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,23 +51,24 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "1 or more", lambda number: number >= 1)
 
 
-@commands.command(
-    PROGRAM, __doc__, Config, _check, chooser="out", continues=False, all_cores=lambda _: False
-)
+@commands.command(PROGRAM, __doc__, Config, _check, continues=False, all_cores=lambda _: False)
 def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
         with console.status("measuring coefficients"):
             known = coefficients.measured()
         records.write_text(asked.out / MEASURED, json.dumps(known, indent=2) + "\n")
-        write_costs(asked.out, known)
-        _stream(asked, console)
+        rows = _stream(asked, console)
+        made = networks.lenet(), networks.transformer()
+        sizes = {network.name: list(costs.sent(network)) for network in made}
+        records.write_text(asked.out / COSTS, written(sizes, known))
+        _draw(asked.out, sizes, known)
+        _report(asked, rows, console)
 
 
-def write_costs(out: Path, known: costs.Coefficients) -> None:
-    """Write the tables of costs."""
-    made = costs.report([networks.lenet(), networks.encoder()], known, tree.METHOD)
-    text = "\n".join(tables.markdown(table, level=3) for table in made)
-    records.write_text(out / COSTS, text)
+def written(sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients) -> str:
+    """Return costs.md: the tables of networks, by name."""
+    made = costs.report(sizes, known, tree.METHOD)
+    return "\n".join(tables.markdown(table, level=3) for table in made)
 
 
 def read_coefficients(out: Path) -> costs.Coefficients:
@@ -75,8 +77,8 @@ def read_coefficients(out: Path) -> costs.Coefficients:
     return costs.Coefficients(costs.Line(*decode), costs.Line(*add), *others)
 
 
-def _stream(asked: Config, console: Console) -> None:
-    """Merge by the tree before, at scale and after; write each run as it ends."""
+def _stream(asked: Config, console: Console) -> list[list[Any]]:
+    """Merge by the tree before, at scale and after; write each run as it ends, and return all."""
     spawn, shard = multiprocessing.get_context("spawn"), -(-asked.trial // asked.processes)
     shard = min(tree.SHARD, shard)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +107,7 @@ def _stream(asked: Config, console: Console) -> None:
             console.print(text, end="")
             run("at scale", asked.uploads)
             run("after", asked.trial)
-    _report(asked, rows, console)
+    return rows
 
 
 def _report(asked: Config, rows: list[list[Any]], console: Console) -> None:
@@ -122,7 +124,6 @@ def _report(asked: Config, rows: list[list[Any]], console: Console) -> None:
     parts = [tables.markdown(table), words, "", f"jax {jax.__version__}, {os.cpu_count()} cores."]
     parts += ["", "```", commands.write(asked, PROGRAM), "```", ""]
     records.write_text(asked.out / "summary.md", "\n".join(parts))
-    _draw(asked.out)
     console.print(f"In {asked.out}/: {COSTS}, {MEASURED}, {PREDICTION}, {RUNS}, scale.png")
 
 
@@ -133,15 +134,14 @@ def compared(rows: list[list[Any]], column: int) -> str:
     return f"{what} took {2 * scale / (before + after):.3f} times the mean of before and after."
 
 
-def _draw(out: Path) -> None:
+def _draw(out: Path, sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients) -> None:
     """Draw the core time of each method over the number of devices."""
-    known = read_coefficients(out)
     drawn, panels = figures.canvas(8, 3.4, columns=2, grid="both", sharey=True)
-    for panel, network in zip(panels, (networks.lenet(), networks.encoder()), strict=True):
-        for one in costs.sent(network):
+    for panel, (network, own) in zip(panels, sizes.items(), strict=True):
+        for one in own:
             hours = [n * costs.core_seconds(one, known) / 3600 for n in costs.DEVICES]
             panel.loglog(costs.DEVICES, hours, **figures.style(one.name))
-        panel.set(title=network.name, xlabel="devices")
+        panel.set(title=network, xlabel="devices")
     panels[0].set_ylabel("hours of a core")
     figures.save_with_legend(drawn, out / "scale.png")
 

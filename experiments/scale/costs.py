@@ -66,7 +66,8 @@ class Sent(NamedTuple):
 
 def sent(network: Network) -> Iterator[Sent]:
     """Yield the sizes of each method that needs one message up, and that the network allows."""
-    data = network.inputs, jax.numpy.zeros(len(network.inputs), int)
+    outputs = jax.eval_shape(network.model.apply, network.params, network.inputs)
+    data = network.inputs, jax.numpy.zeros(outputs.shape[:-1], int)
     federation = fj.clients.federation(data, [range(len(network.inputs))])
     down = fj.compression.size(fj.leaves.split_trained(network.model, network.params)[0])
     for name, row in fj.algorithms.METHODS.items():
@@ -113,7 +114,7 @@ def tree(sent: Sent, known: Coefficients, devices: int) -> Tree:
     return Tree(leaves, levels, seconds)
 
 
-def of_methods(network: Network, sizes: Sequence[Sent], known: Coefficients) -> Table:
+def of_methods(network: str, sizes: Sequence[Sent], known: Coefficients) -> Table:
     """Make the table of all methods: bytes, memory, and cores for each number of devices."""
     headings = ["method", "down", "up", "memory of the server"]
     for devices in DEVICES:
@@ -127,10 +128,10 @@ def of_methods(network: Network, sizes: Sequence[Sent], known: Coefficients) -> 
             leaves = f"{tree(one, known, devices).leaves:,}" if one.sums else "-"
             line += [_bytes(devices * one.up), _time(seconds), leaves]
         lines.append(line)
-    return Table(f"{network.name}: one round, by method", headings, lines)
+    return Table(f"{network}: one round, by method", headings, lines)
 
 
-def of_tree(network: Network, one: Sent, known: Coefficients) -> Table:
+def of_tree(network: str, one: Sent, known: Coefficients) -> Table:
     """Make the table of the trees of a method whose updates add up."""
     headings = (
         "devices",
@@ -145,10 +146,10 @@ def of_tree(network: Network, one: Sent, known: Coefficients) -> Table:
         passed = f"{found.leaves:,} x {_bytes(one.sums or 0)}" if found.levels > 1 else "-"
         row = _power(devices), f"{found.leaves:,}", str(found.levels), passed
         lines.append((*row, _time(found.seconds) if found.levels > 1 else "-"))
-    return Table(f"{network.name}: trees of servers for {one.name}", headings, lines)
+    return Table(f"{network}: trees of servers for {one.name}", headings, lines)
 
 
-def of_groups(network: Network, one: Sent, known: Coefficients) -> Table:
+def of_groups(network: str, one: Sent, known: Coefficients) -> Table:
     """Make the table of secure sums in groups: work of a device and of the server, and losses."""
     numbers = (one.sums or 0) / 4
     headings = ["devices in a group", "a device: masks", "its pairs"]
@@ -162,7 +163,7 @@ def of_groups(network: Network, one: Sent, known: Coefficients) -> Table:
             drawn = numbers * (1 - share) * (1 + share * group)
             line += [_time(drawn / known.masks), f"{failing(group, share):.2g}"]
         lines.append(line)
-    return Table(f"{network.name}: secure sums of {one.name} in groups", headings, lines)
+    return Table(f"{network}: secure sums of {one.name} in groups", headings, lines)
 
 
 def failing(group: int, share: float) -> float:
@@ -171,13 +172,12 @@ def failing(group: int, share: float) -> float:
     return float(binom.cdf(threshold - 1, group, 1 - share))
 
 
-def report(networks: Sequence[Network], known: Coefficients, of: str) -> list[Table]:
-    """Make all tables; trees and groups are those of the method `of`."""
+def report(sizes: Mapping[str, Sequence[Sent]], known: Coefficients, of: str) -> list[Table]:
+    """Make all tables of networks, by name; trees and groups are those of the method `of`."""
     made = []
-    for network in networks:
-        sizes = list(sent(network))
-        (one,) = (x for x in sizes if x.name == of)
-        made.append(of_methods(network, sizes, known))
+    for network, own in sizes.items():
+        (one,) = (x for x in own if x.name == of)
+        made.append(of_methods(network, own, known))
         made += [table(network, one, known) for table in (of_tree, of_groups)]
     return made
 

@@ -1,4 +1,4 @@
-"""Networks whose rounds are computed: LeNet, and a sentence encoder as large as MiniLM-L6."""
+"""Networks whose rounds are computed: LeNet, and a transformer as large as MiniLM-L6."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,6 @@ import jax
 import numpy as np
 
 import fisherjax as fj
-from experiments.pretrained import minilm
 from fisherjax.typing import Model, Params
 
 
@@ -28,8 +27,12 @@ def lenet() -> Network:
     return Network("LeNet", model, params, inputs)
 
 
-def encoder() -> Network:
-    """Make an encoder of MiniLM-L6's shapes, whose head of four classes is frozen."""
-    params = minilm.init(width=384, inner=1536, words=30_522, positions=512, blocks=6)
-    params |= {"head.weight": np.zeros((4, 384), np.float32), "head.bias": np.zeros(4, np.float32)}
-    return Network("MiniLM-L6", minilm.model(params), params, np.ones((2, 32), np.int32))
+def transformer() -> Network:
+    """Make a transformer of MiniLM-L6's sizes, of which the words' output layer is frozen."""
+    network = fj.networks.Transformer(30_522, width=384, num_layers=6, num_heads=12, context=512)
+    tokens = np.ones((1, 32), np.int32)
+    params = fj.networks.init(network, jax.random.key(0), tokens)
+    mask = {n: jax.tree.map(lambda _, n=n: n != "head", part) for n, part in params.items()}
+    apply = fj.networks.apply_fn(network)
+    model = fj.Model(apply, fj.likelihoods.categorical, mask=mask)
+    return Network("Transformer as MiniLM-L6", model, params, tokens)
