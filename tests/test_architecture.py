@@ -120,6 +120,7 @@ SHARED = [
         "_running_statistics",
         "_server_half",
         "merges",
+        "streams",
         "_repair",
     ),
     *("two_layer", "signal_noise", "_recursion"),

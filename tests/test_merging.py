@@ -68,6 +68,21 @@ def updates():
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("shards", [[[0, 1, 2, 3, 4]], [[2], [0, 4], [1, 3]], [[1], [4, 3, 2, 0]]])
+def test_sums_of_servers_are_those_of_one_however_clients_are_divided(name, shards, updates):
+    # The second client has no weight: a server may have clients of no weight only.
+    def chunks(shard):
+        return [(rows(updates[name], [i]), WEIGHTS[[i]]) for i in shard]
+
+    found = [merging.sum_stream(METHODS[name], PARAMS, chunks(shard)) for shard in shards]
+    assert sum(number for _, number in found) == 5
+    sums = jax.tree.map(lambda *parts: sum(parts), *(part for part, _ in found))
+    merged, *_ = merging.merge_sums(METHODS[name], PARAMS, sums, jnp.arange(5))
+    together, *_ = merging.merge(METHODS[name], PARAMS, updates[name], WEIGHTS)
+    chex.assert_trees_all_close(merged, together, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("cuts", [[], [1, 2, 3, 4], [2, 4]])
 def test_chunks_merge_to_what_all_merge_to_at_once(updates, name, cuts):
     expected, state, _ = merging.merge(METHODS[name], PARAMS, updates[name], WEIGHTS)

@@ -33,7 +33,7 @@ from experiments.harness.records import Row
 PROGRAM = "experiments.federated"
 
 
-@commands.command(PROGRAM, __doc__, config.federated, limits.check_federated)
+@commands.command(PROGRAM, __doc__, config.federated, limits.check_federated, distributed=True)
 def main(asked: config.Federated, console: Console) -> None:
     default = config.federated(asked.data.dataset)
     with records.folder(asked.out):

@@ -21,13 +21,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 import fisherjax as fj
+from experiments.harness import hosts
 from experiments.harness.records import naming, write_text
 
 ARRAYS, RECORD, SUMS = "arrays.safetensors", "record.json", "sha256sums"
 _FILES = "default"  # orbax puts the files of a checkpoint into this folder
 # Two are kept, as one may be damaged; a checkpoint is on disk when `save` returns.
 _OPTIONS = ocp.CheckpointManagerOptions(
-    max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
+    max_to_keep=2,
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=False,
+    # Of several processes, the first saves without waiting for the others.
+    create=False,
+    multiprocessing_options=ocp.options.MultiprocessingOptions(0, {0}),
 )
 
 
@@ -75,7 +81,8 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
 
     The state is a pytree of JAX or NumPy arrays, including typed keys; rows are JSON values. A
     TypeError names a leaf that could not be restored exactly. An OSError names the path that cannot
-    be written; earlier checkpoints then stay.
+    be written; earlier checkpoints then stay. Of several processes, each calls it and the first
+    saves.
     """
     if number < 0:
         raise ValueError(f"number is {number}, expected 0 or more")
@@ -84,6 +91,9 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
             f"{folder} already holds checkpoint {newest}, so {number} would not be the newest: "
             "restore it and count on from there, or choose another folder"
         )
+    state = hosts.gathered(state)
+    if not hosts.is_first():
+        return
     arrays = {
         name: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
         for name, leaf in _named(state)
@@ -93,6 +103,7 @@ def save(folder: Path, number: int, state: Any, rows: Sequence) -> None:
     contents = _Contents(arrays, json.dumps({"leaves": _described(state), "rows": rows}))
     made = {"options": _OPTIONS, "item_handlers": _Files()}
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with (
             naming(folder / str(number)),
             ocp.CheckpointManager(folder.absolute(), **made) as manager,

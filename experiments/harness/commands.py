@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from experiments.harness import choices, option_groups, program_cache
+from experiments.harness import choices, hosts, option_groups, program_cache
 from fisherjax import devices
 from fisherjax._core import checks
 
@@ -72,6 +72,7 @@ def _read(
     check: Callable[[Any], Any],
     chooser: str,
     cached: bool = True,
+    distributed: bool = False,
 ) -> tuple[Any, bool]:
     """Read a command line as `read`; return also whether compiled programs are kept."""
     # Errors in the other options are reported when all of them are read.
@@ -85,6 +86,7 @@ def _read(
     groups = option_groups.of_methods() if hasattr(default, "merging") else {}
     # The command line has its own class, because the configuration names no method.
     fields: list[Any] = [(_CACHE, _Cache, cached)]
+    fields += [(hosts.OPTION, hosts.Option, None)] * distributed
     fields += [(name, kind, dataclasses.field(default=kind())) for name, kind in groups.items()]
     command = dataclasses.make_dataclass("Command", fields, bases=(type(default),), frozen=True)
     parsed = tyro.cli(
@@ -165,6 +167,7 @@ def command(
     continues: bool = True,
     all_cores: Callable[[Sequence[str]], bool] = lambda _: True,
     cached: bool = True,
+    distributed: bool = False,
 ) -> Callable[..., Callable[..., int]]:
     """Make a program of a function of the options and a console.
 
@@ -173,7 +176,8 @@ def command(
     exit status is 0 when all is done, 1 when something was refused, 130 or 143 when the process was
     interrupted or terminated; `continues` says whether the same command would then go on.
     `all_cores` returns, for the arguments, whether every core becomes a device. A command that
-    measures compilation is not `cached`, unless `--compilation-cache` asks for it.
+    measures compilation is not `cached`, unless `--compilation-cache` asks for it. One that is
+    `distributed` may run in several processes, see `hosts`.
     """
 
     def decorate(work: Callable[[Any, Console], None]) -> Callable[..., int]:
@@ -190,13 +194,14 @@ def command(
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
-                given = arguments, program, description, defaults, check, chooser
-                asked, keeps = _read(*given, cached)
-                console = Console(highlight=False, width=width)
-                with _compiled_programs(alone, keeps) as note:
-                    if note:
-                        console.print(note)
-                    work(asked, console)
+                with hosts.connected(arguments if alone and distributed else (), _terminate):
+                    given = arguments, program, description, defaults, check, chooser
+                    asked, keeps = _read(*given, cached, distributed)
+                    with hosts.beside(asked) as asked, _compiled_programs(alone, keeps) as note:
+                        console = Console(highlight=False, width=width)
+                        if note:
+                            console.print(note)
+                        work(asked, console)
             except (ValueError, OSError) as error:
                 Console(stderr=True, highlight=False).print("error:", style="bold red", end=" ")
                 print(error, file=sys.stderr)

@@ -85,7 +85,7 @@ def of(step: str, need: fj.devices.Memory, side_by_side: int, mesh: Mesh | None)
 
 def available() -> int | None:
     """Return the bytes of the device, or of the machine for a CPU; None if unknown."""
-    statistics = jax.devices()[0].memory_stats() or {}
+    statistics = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in statistics:
         return statistics["bytes_limit"]
     try:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from experiments.harness import tables
+from experiments.harness import hosts, tables
 
 try:
     import fcntl
@@ -220,4 +220,5 @@ def folder(out: Path) -> Iterator[None]:
             part.unlink(missing_ok=True)
         for part in out.glob("*/*/*.orbax-checkpoint-tmp*"):
             shutil.rmtree(part, ignore_errors=True)
+        hosts.copy(out)
         yield

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
+from experiments.harness import hosts
 from experiments.harness.methods import Method
 from experiments.harness.records import Row
 from experiments.harness.tasks import OneRound
@@ -107,7 +108,7 @@ def train(
     weights = np.asarray(federation.weights)
 
     def after_epoch(epoch: int, losses: Array) -> None:
-        losses = np.asarray(losses)
+        losses = np.asarray(hosts.gathered(losses))
         diverged = np.flatnonzero(~np.isfinite(losses))
         if diverged.size and task.config.on_nonfinite == "raise":
             clients = ", ".join(f"client {client}" for client in diverged)
@@ -146,7 +147,7 @@ def upload_bytes(stacked: Any) -> int:
 
 
 def timed(compute: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
-    """Compute a result to the end; return it and the seconds that it took."""
+    """Compute a result to the end, readable everywhere; return it and the seconds that it took."""
     start = time.perf_counter()
-    result = jax.block_until_ready(compute(*arguments, **options))
+    result = jax.block_until_ready(hosts.gathered(compute(*arguments, **options)))
     return result, round(time.perf_counter() - start, 4)

@@ -36,7 +36,7 @@ from experiments.harness.steps import Unit
 PROGRAM = "experiments.one_shot"
 
 
-@commands.command(PROGRAM, __doc__, config.one_shot, limits.check_one_shot)
+@commands.command(PROGRAM, __doc__, config.one_shot, limits.check_one_shot, distributed=True)
 def main(asked: config.OneShot, console: Console) -> None:
     asked = dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
     with records.folder(asked.out):

@@ -10,7 +10,8 @@ from fisherjax.merging._running_statistics import SumsAndStatistics
 from fisherjax.merging._server_half import Merged, server_half
 from fisherjax.merging.client_half import summarize, summarize_cohort, summarize_memory
 from fisherjax.merging.exchanges import Message, exchange, exchange_memory, messages
-from fisherjax.merging.merges import merge, merge_stream, merge_sums
+from fisherjax.merging.merges import merge
+from fisherjax.merging.streams import merge_stream, merge_sums, sum_stream
 
 __all__ = [
     "Diverged",
@@ -25,6 +26,7 @@ __all__ = [
     "merge_sums",
     "messages",
     "server_half",
+    "sum_stream",
     "summarize",
     "summarize_cohort",
     "summarize_memory",

@@ -19,7 +19,7 @@ from experiments import harness
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
-    *("names", "imported", "choices", "program_cache", "option_groups", "commands"),
+    *("names", "imported", "choices", "program_cache", "option_groups", "hosts", "commands"),
     *("tables", "papers", "records", "folders", "figures"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "kept_clients", "after_merge", "one_round", "accuracies", "memory"),

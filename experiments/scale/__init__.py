@@ -1,0 +1,1 @@
+"""Compute and check what one round of very many devices costs."""
