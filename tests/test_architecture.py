@@ -107,7 +107,8 @@ BUILT = {  # folders whose files build on one another
 # What the other files of a folder may import, and these in this order.
 SHARED = [
     *("_cohorts", "accounting", "clipping", "encoded", "reading", "base", "stages", "checks"),
-    *("_rows", "_changes", "_fisher_updates", "_unit_matching", "_layer_errors", "_fedlpa_solvers"),
+    *("_rows", "_changes", "_layer_solves", "_fisher_updates", "_unit_matching", "_layer_errors"),
+    "_fedlpa_solvers",
     *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",

@@ -26,7 +26,7 @@ _FROM_ZERO = (
 )
 _ABOVE_ZERO = (
     *("alpha", "alphas", "beta", "learning_rate", "server_learning_rate", "learning_rate_of_noise"),
-    *("clip", "sizes", "trust", "dampings", "temperatures"),
+    *("clip", "sizes", "trust", "dampings", "temperatures", "label_alpha"),
 )
 _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("1 or more", lambda x: x >= 1, _COUNTS),

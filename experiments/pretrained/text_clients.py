@@ -20,6 +20,8 @@ from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Examples, Model, Params
 
+OF_SPLIT = ("num_clients", "label_alpha")
+"""Options that only a domain that is split has."""
 SHORTEST = 16
 """Sentences with fewer tokens are left out."""
 
@@ -29,7 +31,11 @@ class Task:
     """What clients train on, and how."""
 
     domains: tuple[str, ...] = sentences.DOMAINS
-    """Domains of sentences, one for each client."""
+    """Domains of sentences, one for each client; each a federation of its own if --num-clients."""
+    num_clients: int | None = None
+    """Clients over which each domain is split by label; None makes every domain one client."""
+    label_alpha: float = 0.1
+    """Parameter of the Dirichlet shares of labels of each client, with --num-clients."""
     examples: int = 600
     """Largest number of training sentences of a client."""
     tested: int = 300
@@ -58,7 +64,7 @@ class Clients(NamedTuple):
         base: The network whose params are those of MiniLM and a head, which is frozen.
         model: The network that was trained: the base, or the base with adapters.
         start: Params of `model` before fine-tuning.
-        trained: The clients, one for each domain.
+        trained: The clients, one for each domain or for each part of the one that they share.
         joint: One network that was fine-tuned on all sentences, as a single client.
         seconds: Seconds of the clients' training, and of the joint one, when they were trained.
     """
@@ -76,7 +82,7 @@ _adam = cached(optax.adam)
 
 
 def data(task: Task, folder: Path, tokenizer: Path, seed: int) -> Data:
-    """Read the domains in `folder`, and split each by document."""
+    """Read the domains in `folder`, and split each by document, and one also over clients."""
     inputs, targets, rows, test = [], [], [], []
     for name in task.domains:
         read = sentences.read(folder / f"{name}.tsv")
@@ -89,6 +95,9 @@ def data(task: Task, folder: Path, tokenizer: Path, seed: int) -> Data:
         targets.append(labels[train])
         test.append(Examples(tokens[held], labels[held]))
     both = np.concatenate(inputs), np.concatenate(targets)
+    if task.num_clients:
+        split = task.num_clients, task.label_alpha, seed
+        rows = fj.partition.dirichlet_of_client(both[1], *split)
     return Data(fj.clients.federation(both, rows), test)
 
 
@@ -107,11 +116,8 @@ def clients(
     With a rank, the kernels of all blocks get adapters of this rank, which alone are trained; alpha
     is the numerator of their scale.
     """
-    # The options of merging, which a task may have too, do not change what is trained.
-    options = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
-    about = json.dumps([options, seed, *([rank, alpha] if rank else [])], sort_keys=True)
-    digest = hashlib.sha256(about.encode()).hexdigest()[:12]
-    path = cache / f"text-seed{seed}-{digest}.safetensors"
+    about = digest(task, seed, *([rank, alpha] if rank else []))
+    path = cache / f"text-seed{seed}-{about}.safetensors"
     kept = fj.files.load_arrays(path) if path.is_file() else {}
     start = minilm.load(checkpoint)
     if kept:
@@ -144,6 +150,16 @@ def clients(
         fj.files.save_arrays(path, kept)
     trained, joint = (_as_trained(model, start, kept, part) for part in ("clients", "joint"))
     return Clients(base, model, start, trained, joint, (*map(float, kept["seconds"]),))
+
+
+def digest(task: Task, seed: int, *more: float) -> str:
+    """Return a name of everything that clients depend on."""
+    # The options of merging, which a task may have too, do not change what is trained.
+    options = {field.name: getattr(task, field.name) for field in dataclasses.fields(Task)}
+    if task.num_clients is None:  # as clients were kept before domains could be split
+        options = {name: x for name, x in options.items() if name not in OF_SPLIT}
+    about = json.dumps([options, seed, *more], sort_keys=True)
+    return hashlib.sha256(about.encode()).hexdigest()[:12]
 
 
 def is_kernel(name: str) -> bool:

@@ -1,5 +1,8 @@
 """Fine-tune a sentence encoder on four domains, a client each, and merge the clients in one round.
 
+With --num-clients, each domain is a federation of its own instead, whose clients have its sentences
+in unequal shares of the labels.
+
 Clients are fine-tuned once for each seed and kept, so that further methods merge them untrained.
 Beside the methods stand the start, each client on its own domain, and joint training on the
 sentences of all clients. Changes of merged models are also scaled, as in task arithmetic.
@@ -22,13 +25,14 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands, figures, folders, names, records, studies, tables
-from experiments.pretrained import text_clients, weights
+from experiments.pretrained import paired, text_clients, weights
 from experiments.pretrained.sentences import DOMAINS
 from experiments.pretrained.text_clients import Clients, Data, Task
 from fisherjax.algorithms import Algorithm
 from fisherjax.typing import Examples, Params
 
 REFERENCES = {"start": "the start", "own": "each client on its own domain", "joint": "joint"}
+SPLIT = REFERENCES | {"own": "a client's own model"}
 """Rows that are no merge."""
 MERGED = ("factors", "products", "cut")
 """What is merged of adapters."""
@@ -91,7 +95,7 @@ class Measurement(NamedTuple):
 
 
 class Seed(NamedTuple):
-    """The data and the networks of a seed."""
+    """The data and the networks of a seed: those of all domains, or of one that clients share."""
 
     data: Data
     clients: Clients
@@ -115,19 +119,22 @@ def measured(
     """Merge the clients of a seed by a method, and test the merged network on every domain."""
     # Units of the same seed and rank follow one another.
     of_seed = lru_cache(1)(partial(_seed, asked))
+    groups = [(domain,) for domain in asked.domains] if asked.num_clients else [asked.domains]
     for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
         first, options = name.partition("@")[0], names.options_in(name)
         rank = options.pop("rank", asked.ranks[0] if name == "start" else 0)
-        of = of_seed(seed, rank)
-        if first in REFERENCES:
-            found = _references(of, first)
-        else:
-            found = _merged(asked, of, _method(asked, first, options, of.clients), seed)
-        rows = [
-            Measurement(name, scale, seed, domain, round(accuracy, 6), size, round(seconds, 3))
-            for scale, accuracies, size, seconds in found
-            for domain, accuracy in zip(asked.domains, accuracies, strict=True)
-        ]
+        rows = []
+        for domains in groups:
+            of = of_seed(domains, seed, rank)
+            if first in REFERENCES:
+                found = _references(of, first)
+            else:
+                found = _merged(asked, of, _method(asked, first, options, of.clients), seed)
+            rows += [
+                Measurement(name, scale, seed, domain, round(accuracy, 6), size, round(seconds, 3))
+                for scale, accuracies, size, seconds in found
+                for domain, accuracy in zip(domains, accuracies, strict=True)
+            ]
         mean = 100 * sum(row.accuracy for row in rows) / len(rows)
         console.print(f"seed {seed}, {name}: {mean:.1f}  [dim]({rows[0].seconds:.0f} s)[/]")
         yield rows
@@ -143,18 +150,19 @@ def run(asked: Config, program: str, console: Console) -> None:
         asked, found = folders.resume(asked, type(asked)(), Measurement._fields, Measurement)
         one = partial(measured, asked, console)
         found = studies.completed(asked, program, found, units(asked), one, console)
-        heading = "MiniLM on four domains: accuracy %"
-        shown = [table(asked, found)]
-        studies.report(asked, program, shown, {}, console, heading=heading)
+        heading = "MiniLM on domains of sentences: accuracy %"
+        how = {"words": paired.words("seeds and domains"), "heading": heading}
+        studies.report(asked, program, [table(asked, found)], {}, console, **how)
 
 
 def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
-    """Return the accuracies by domain and their mean, with bytes and seconds."""
+    """Return the accuracies by domain and their mean, compared with others, bytes and seconds."""
     lines, dim = [], []
     cases = tables.gathered(((one.algorithm, one.scale), one) for one in found)
+    references, against = (SPLIT if asked.num_clients else REFERENCES), _compared(found)
     for (name, scale), ones in cases.items():
         first, at, given = name.partition("@")
-        label = REFERENCES.get(first) or figures.label(first)
+        label = references.get(first) or figures.label(first)
         label += at and f", {given}"
         label += f", change x {scale:g}" if scale != 1 else ""
         dim += [len(lines)] * (first in REFERENCES)
@@ -163,10 +171,25 @@ def table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
         means = [sum(values) / len(values) for values in by_seed.values()]
         cells = [tables.spread(by_domain[domain]) for domain in asked.domains]
         size = tables.size(ones[0].bytes) if ones[0].bytes else "-"
-        seconds = tables.spread([one.seconds for one in ones][:: len(asked.domains)], 0)
-        lines.append((label, *cells, tables.spread(means), size, seconds))
-    headings = ("method", *asked.domains, "mean", "bytes", "seconds")
+        # Domains that are merged together have the same seconds.
+        each = 1 if asked.num_clients else len(asked.domains)
+        seconds = tables.spread([one.seconds for one in ones][::each], 0)
+        better = against.get((name, scale), "-")
+        lines.append((label, *cells, tables.spread(means), better, size, seconds))
+    headings = ("method", *asked.domains, "mean", paired.HEADING, "bytes", "seconds")
     return tables.Table("", headings, lines, dim=dim)
+
+
+def _compared(found: Sequence[Measurement]) -> dict[tuple[str, float], str]:
+    """Return how merged rows compare with the best one of others, for each rank of adapters."""
+    merged = [one for one in found if one.algorithm.partition("@")[0] not in REFERENCES]
+    ranks = tables.gathered((names.options_in(one.algorithm).get("rank"), one) for one in merged)
+    words = {}
+    for ones in ranks.values():
+        words |= paired.compared(
+            ones, lambda one: (one.algorithm, one.scale), lambda one: (one.seed, one.domain)
+        )
+    return words
 
 
 def _name(name: str, rank: int, merged: str = "") -> str:
@@ -175,7 +198,8 @@ def _name(name: str, rank: int, merged: str = "") -> str:
     return name + ("," if "@" in name else "@") * bool(added) + ",".join(added)
 
 
-def _seed(asked: Config, seed: int, rank: int) -> Seed:
+def _seed(asked: Config, domains: tuple[str, ...], seed: int, rank: int) -> Seed:
+    asked = dataclasses.replace(asked, domains=domains)
     folder = Path(asked.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "vader"
     checkpoint = weights.path("minilm/model.safetensors", asked.folder)
     tokenizer = weights.path("minilm/tokenizer.json", asked.folder)
@@ -185,16 +209,23 @@ def _seed(asked: Config, seed: int, rank: int) -> Seed:
 
 
 def _references(of: Seed, name: str) -> list[tuple]:
-    clients, number = of.clients, len(of.data.test)
+    clients, tests = of.clients, of.data.test
     if name == "start":
         return [(1.0, _accuracies(of, _whole(clients.start)), 0, 0.0)]
     is_joint = name == "joint"
     trained = (clients.trained, clients.joint)[is_joint]
-    accuracies = []
-    for place in range(number):
-        own = jax.tree.map(lambda x, k=0 if is_joint else place: x[k], trained.params)
-        params = _whole(fj.leaves.join(own, trained.frozen))
-        accuracies.append(_accuracies(of, params, [of.data.test[place]])[0])
+
+    def tested(client: int, domains: Sequence[Examples]) -> list[float]:
+        own = jax.tree.map(lambda x: x[client], trained.params)
+        return _accuracies(of, _whole(fj.leaves.join(own, trained.frozen)), domains)
+
+    number = of.data.train.num_clients
+    if is_joint:
+        accuracies = tested(0, tests)
+    elif len(tests) == number:
+        accuracies = [tested(client, [tests[client]])[0] for client in range(number)]
+    else:
+        accuracies = [sum(tested(client, tests)[0] for client in range(number)) / number]
     return [(1.0, accuracies, 0, clients.seconds[is_joint])]
 
 

@@ -10,9 +10,11 @@ Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, Table 3.
 
 import dataclasses
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -23,7 +25,7 @@ from rich.console import Console
 
 import fisherjax as fj
 from experiments.harness import commands, figures, folders, records, studies, tables
-from experiments.pretrained import images, models, weights
+from experiments.pretrained import images, models, paired, weights
 from experiments.pretrained.networks import NETWORKS
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
@@ -153,7 +155,8 @@ def run(asked: Config, program: str, console: Console) -> None:
         one = partial(measured, asked, console)
         found = studies.completed(asked, program, found, units(asked), one, console)
         heading = "Fine-tuned networks for images, merged in one round: accuracy %"
-        studies.report(asked, program, _tables(asked, found), {}, console, heading=heading)
+        how = {"words": paired.words("seeds and cases"), "heading": heading}
+        studies.report(asked, program, _tables(asked, found), {}, console, **how)
 
 
 def measured(
@@ -257,13 +260,11 @@ def _exchanged(
     steps = ("analytic_head", *("natural_gradient",) * (asked.exchanges - 1))
     begun = time.perf_counter()
     for number, step in enumerate(steps):
-        method = fj.algorithms.make(step, of.model)
-        key = jax.random.key(number)
+        method, key = fj.algorithms.make(step, of.model), jax.random.key(number)
         for message in fj.merging.messages(method, params, of.federation, key=key):
             params = message.params
             size += fj.compression.size(message.sent) // asked.num_clients
-    params = jax.block_until_ready(params)
-    return params, size, seconds + time.perf_counter() - begun
+    return jax.block_until_ready(params), size, seconds + time.perf_counter() - begun
 
 
 def _accuracy(of: Clients, params: Params) -> float:
@@ -271,17 +272,29 @@ def _accuracy(of: Clients, params: Params) -> float:
 
 
 def _tables(asked: Config, found: Sequence[Measurement]) -> list[tables.Table]:
-    """Return a table of each case: accuracies from both starts, bytes and seconds."""
-    shown = []
-    for case, ones in tables.gathered((one.case, one) for one in found).items():
-        by_name, lines = tables.gathered((one.algorithm, one) for one in ones), []
-        for name, own in by_name.items():
-            values = tables.gathered((one.start, 100 * one.accuracy) for one in own)
-            cells = [tables.spread(values.get(start, ())) for start in asked.starts]
-            size = tables.size(own[0].bytes) if own[0].bytes else "-"
-            seconds = tables.spread([one.seconds for one in own], 0)
-            label = REFERENCES.get(name) or figures.label(name)
-            lines.append((label, *cells, size, seconds))
-        headings = ("method", *asked.starts, "bytes", "seconds")
-        shown.append(tables.Table(case, headings, lines, dim=range(len(REFERENCES))))
-    return shown
+    """Return a table of each case, and one of their means if there are several."""
+    cases = tables.gathered((one.case, one) for one in found)
+    cases |= {f"mean of {len(cases)} cases": [*found]} if len(cases) > 1 else {}
+    return [_table(asked, case, ones) for case, ones in cases.items()]
+
+
+def _table(asked: Config, title: str, found: Sequence[Measurement]) -> tables.Table:
+    """Return accuracies from each start, compared with others, and bytes and seconds."""
+    merged = tables.gathered((x.start, x) for x in found if x.algorithm not in REFERENCES)
+    how = attrgetter("algorithm"), attrgetter("case", "seed")
+    against = {start: paired.compared(ones, *how) for start, ones in merged.items()}
+    lines = []
+    for name, own in tables.gathered((one.algorithm, one) for one in found).items():
+        cells = []
+        for start in asked.starts:
+            ones = [one for one in own if one.start == start]
+            seeds = tables.gathered((one.seed, 100 * one.accuracy) for one in ones)
+            mean = tables.spread([*map(statistics.fmean, seeds.values())])
+            cells += [mean, against.get(start, {}).get(name, "-")]
+        size = statistics.fmean(one.bytes for one in own)
+        seconds = tables.spread([one.seconds for one in own], 0)
+        label = REFERENCES.get(name) or figures.label(name)
+        lines.append((label, *cells, tables.size(size) if size else "-", seconds))
+    headings = [heading for start in asked.starts for heading in (start, paired.HEADING)]
+    all_of = ("method", *headings, "bytes", "seconds")
+    return tables.Table(title, all_of, lines, dim=range(len(REFERENCES)))

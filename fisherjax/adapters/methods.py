@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from fisherjax import leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
+from fisherjax._core.compiler import jit
 from fisherjax.adapters import base, network
 from fisherjax.adapters.base import Adapter
 from fisherjax.adapters.merge import mean_factors
@@ -105,11 +107,10 @@ def merge_products(
         given = (values, weights) if algorithm.reduce is None else algorithm.reduce(values, weights)
         start = leaves.replace(template, network.changes(held))
         found, state, info = algorithm.aggregate(key, given, start, state, cohort)
-        found, metrics, new = tree.by_name(found), _metrics(values, weights), {}
+        found, factors, new = tree.by_name(found), _factors(values), {}
         for name, like in held.items():
-            change = found[network.kernel_of(name)]
-            change = change.T if name.endswith("^T") else change
-            new[name] = _as_adapter(change, rank, like, metrics.get(name))
+            change, own = found[network.kernel_of(name)], factors.get(name)
+            new[name] = _as_adapter(rank, name.endswith("^T"), change, like, own, weights)
         return params | {"adapters": new}, state, info
 
     return algorithm._replace(
@@ -149,18 +150,35 @@ def _check_targets(dense: Model | None, model: Model) -> None:
         )
 
 
-def _as_adapter(change: Array, rank: int | None, like: Adapter, factors: Any) -> Adapter:
-    """Return the best adapter of a rank, or of that of another adapter, with its scale."""
+@partial(jit, static_argnums=(0, 1))
+def _as_adapter(
+    rank: int | None,
+    is_transposed: bool,
+    change: Array,
+    like: Adapter,
+    factors: dict[str, Array] | None,
+    weights: Array,
+) -> Adapter:
+    """Return the best adapter of a rank, or of that of another adapter, with its scale.
+
+    It is the best in the metric of the clients' stacked factors, if there are any.
+    """
+    metric = None
+    if factors is not None:
+        clients = [{side: x[i] for side, x in factors.items()} for i in range(len(weights))]
+        # The part of K-FAC's default damping, as in `merge`.
+        metric = mean_factors(clients, weights, Kronecker.default_damping)
     size = like.a.shape[0] if rank is None else rank
-    best = base.truncate(base.from_product(change), size, factors)
+    change = change.T if is_transposed else change
+    best = base.truncate(base.from_product(change), size, metric)
     # A kernel that is smaller than the rank of its adapter.
     short = size - best.a.shape[0] if rank is None else 0
     a, b = jnp.pad(best.a, ((0, short), (0, 0))), jnp.pad(best.b, ((0, 0), (0, short)))
     return Adapter(a, b / like.scale, like.scale)
 
 
-def _metrics(values: Mapping[str, Any], weights: Array) -> dict[str, Any]:
-    """Return mean factors by the name of the adapter, of a Kronecker Fisher or Gram matrices."""
+def _factors(values: Mapping[str, Any]) -> dict[str, dict[str, Array]]:
+    """Return stacked factors by the name of the adapter, of a K-FAC Fisher or Gram matrices."""
     fisher, grams = values.get("fisher"), values.get("grams")
     factors = {}
     if isinstance(fisher, Kronecker):
@@ -171,13 +189,10 @@ def _metrics(values: Mapping[str, Any], weights: Array) -> dict[str, Any]:
         }
     elif isinstance(grams, Mapping):
         factors = {name: {"input": gram} for name, gram in grams.items()}
-    means = {}
-    for name, stacked in factors.items():
-        clients = [{s: x[i] for s, x in stacked.items()} for i in range(len(weights))]
-        # The part of K-FAC's default damping, as in `merge`.
-        mean = mean_factors(clients, weights, Kronecker.default_damping)
-        # An adapter whose A reads what the network uses as outputs has the other side's factors.
-        swapped = {"input": mean.get("output"), "output": mean["input"]}
+    # An adapter whose A reads what the network uses as outputs has the other side's factors.
+    sides, swapped = {"input": "output", "output": "input"}, {}
+    for name, own in factors.items():
         kernel = network.kernel_of(name)
-        means |= {name: mean, (kernel if name != kernel else kernel + "^T"): swapped}
-    return means
+        turned = {sides[side]: x for side, x in own.items()}
+        swapped[kernel if name != kernel else kernel + "^T"] = turned
+    return swapped | factors

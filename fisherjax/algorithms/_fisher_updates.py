@@ -11,6 +11,7 @@ from fisherjax import quadratic, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import name_of
 from fisherjax._core.compiler import jit
+from fisherjax.algorithms._layer_solves import solve_about_mean
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
 from fisherjax.fisher import Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
@@ -77,26 +78,6 @@ def plain_sum(params: Params, weights: Array) -> WeightedSum:
     return WeightedSum(tree.weighted_sum(params, present), present.sum())
 
 
-def about_mean(
-    fishers: Operator, params: Params, weights: Array, damping: Scalar, centre: Params = None
-) -> quadratic.Quadratic:
-    """Make `quadratic.quadratic` with the models' differences from their weighted mean as unknowns.
-
-    A solver's tolerance is relative to the right-hand side, and so are rounding errors. Those of
-    differences are as small as the differences are, such as those of fine-tuned models.
-    """
-    moved, to, mean = _from_mean(params, weights, centre)
-    problem = quadratic.quadratic(fishers, moved, weights, damping, to)
-    return problem._replace(origin=fishers.blocks(mean))
-
-
-@jit
-def _from_mean(params: Params, weights: Array, centre: Params) -> tuple[Params, Params, Params]:
-    mean = tree.weighted_sum(params, weights)
-    centre = mean if centre is None else centre
-    return *(jax.tree.map(jnp.subtract, x, mean) for x in (params, centre)), mean
-
-
 def about_centre(problem: quadratic.Quadratic) -> quadratic.Quadratic:
     """Return a diagonal system with differences from its centre as unknowns, as `about_mean`.
 
@@ -136,7 +117,7 @@ def solve_sums(
         updates, weights = received
         fishers, models = updates["fisher"], updates["params"]
         pulled_to = point(partial(plain_sum, models, weights))
-        solution = solve(about_mean(fishers, models, weights, damping, pulled_to))
+        solution = solve_about_mean(solve, fishers, models, weights, damping, pulled_to)
         return solution.params, state, solution.report(fishers.coverage)
 
     return aggregate

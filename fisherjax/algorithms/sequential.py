@@ -19,13 +19,13 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._fisher_updates import (
-    about_mean,
     centre_point,
     fisher_summary,
     link_of,
     plain_sum,
 )
 from fisherjax.algorithms._layer_errors import Squares, agreement, relative_error, squared_errors
+from fisherjax.algorithms._layer_solves import about_mean, combined
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -207,7 +207,7 @@ def _merged(
         rest = Kronecker({}, fishers.entries, others, fishers.template)
         found, info = solve(rest, Kronecker.default_damping)
         merged, infos = merged | found, [*infos, info]
-    return fishers.restore(merged), _combined(infos, fishers.coverage)
+    return fishers.restore(merged), _reports(infos, fishers.coverage)
 
 
 def _normalized(stacked: Array, present: Array) -> tuple[Array, Array]:
@@ -282,10 +282,6 @@ def _multiply_right(factor: Array, x: Array, **how: Any) -> Array:
     return jnp.matmul(x, factor, **how)
 
 
-def _combined(infos: list[Any], coverage: float) -> Any:
-    """Combine the solver's reports on layers into one."""
-    if not all(isinstance(info, Info) for info in infos):
-        return infos
-    fields = [[info[number] for info in infos] for number in range(3)]
-    iterations, residual, status = ({k: v for one in own for k, v in one.items()} for own in fields)
-    return Info(iterations, residual, status, coverage)
+def _reports(infos: list[Any], coverage: float) -> Any:
+    """Combine the solver's reports on layers into one, if they are the library's own."""
+    return combined(infos, coverage) if all(isinstance(x, Info) for x in infos) else infos

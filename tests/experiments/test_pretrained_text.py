@@ -1,6 +1,8 @@
 """MiniLM equals PyTorch; no document is in both halves; a killed table goes on untrained."""
 
 import csv
+import dataclasses
+import hashlib
 import json
 import math
 import subprocess
@@ -235,6 +237,42 @@ def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch,
     assert second[: len(first)] == first
     assert {row["algorithm"] for row in second[len(first) :]} == {"ties"}
     assert "each client on its own domain" in capsys.readouterr().out
+
+
+def test_clients_of_a_domain_have_its_sentences_in_shares_of_labels(options):
+    task = Config(**(options | {"domains": ("film",), "num_clients": 3, "label_alpha": 0.01}))
+    files = options["data_dir"] / "vader", options["data_dir"] / "minilm/tokenizer.json"
+    found = text_clients.data(task, *files, seed=0)
+    whole = text_clients.data(dataclasses.replace(task, num_clients=None), *files, seed=0)
+    np.testing.assert_array_equal(found.train.inputs, whole.train.inputs)
+    np.testing.assert_array_equal(found.test[0].inputs, whole.test[0].inputs)
+    assert found.train.num_clients == 3
+    assert found.train.sizes.sum() == whole.train.sizes.sum()
+    # At 0.01 nearly all of a client's sentences have one label.
+    views = [fj.clients.view(found.train, client) for client in range(3)]
+    counts = [np.bincount(np.asarray(view.targets)[np.asarray(view.indices)]) for view in views]
+    assert sum(max(count) for count in counts) > 0.9 * found.train.sizes.sum()
+
+
+@pytest.mark.long
+def test_every_domain_that_is_split_has_clients_of_its_own(options, capsys):
+    split = options | {"num_clients": 2, "scales": (1.0,)}
+    both = _run(Config(**split))
+    assert [row["domain"] for row in both] == ["film", "nyt"] * 4
+    alone = _run(Config(**(split | {"domains": ("nyt",), "out": options["out"] / "alone"})))
+    accuracies = [row["accuracy"] for row in both if row["domain"] == "nyt"]
+    assert [row["accuracy"] for row in alone] == accuracies
+    assert "a client's own model" in capsys.readouterr().out
+
+
+def test_clients_that_were_kept_before_domains_could_be_split_are_found(options, monkeypatch):
+    task = Config(**options)
+    names = [field.name for field in dataclasses.fields(text_clients.Task)]
+    before = {name: getattr(task, name) for name in names if name not in text_clients.OF_SPLIT}
+    about = json.dumps([before, 0], sort_keys=True)
+    digest = hashlib.sha256(about.encode()).hexdigest()[:12]
+    assert text_clients.digest(task, 0) == digest
+    assert text_clients.digest(dataclasses.replace(task, num_clients=2), 0) != digest
 
 
 @pytest.mark.long
