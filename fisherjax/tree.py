@@ -199,12 +199,9 @@ def power_of_two(x: Array) -> Array:
 
 
 def times_power(x: Array, exponent: Array) -> Array:
-    """Multiply by 2^exponent, which is exact if that power is in the range of the dtype."""
-    # Only powers are computed with `ldexp`, because `ldexp(x, ...)` has no derivative at zero. Two,
-    # because processors take 2^-127 for zero, which brings the largest numbers of float32 to one.
-    first = exponent // 2
-    powers = (jnp.ldexp(jnp.ones((), x.dtype), e) for e in (first, exponent - first))
-    return x * next(powers) * next(powers)
+    """Multiply by 2^exponent, exactly if in range; in two steps, as 2^-127 may be taken for 0."""
+    one = jnp.ones((), x.dtype)  # as `ldexp(x, ...)` has no derivative at zero
+    return x * jnp.ldexp(one, exponent // 2) * jnp.ldexp(one, exponent - exponent // 2)
 
 
 def where(chosen: AnyArray, stacked: Any, otherwise: Any = None) -> Any:

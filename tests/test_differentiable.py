@@ -68,6 +68,25 @@ def test_derivatives_agree_with_finite_differences(world, name):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(METHODS["K-FAC"], marks=pytest.mark.slow, id="K-FAC"),
+        pytest.param(partial(algorithms.regmean, MODEL), id="RegMean"),
+    ],
+)
+def test_derivatives_by_the_start_agree_with_finite_differences(world, make):
+    start, federation, models = world
+    method = make(centre="sum")
+    updates = merging.summarize(method, models, federation, key=jax.random.key(0))
+
+    def merged(start):
+        return jax.tree.map(jnp.sin, merging.merge(method, start, updates)[0])
+
+    check_grads(jax.jit(merged), (start,), order=1, modes=("fwd", "rev"), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.long
 def test_merges_are_mapped_over_damping(world):
     start, federation, models = world
     make = METHODS["K-FAC"]

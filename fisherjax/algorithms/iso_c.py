@@ -22,7 +22,7 @@ def iso_c(*, scaling: Scalar = 1.0) -> Algorithm[tuple[()]]:
 
     for each matrix, with M the number of clients with a weight; all other leaves become the
     weighted mean. A leaf of two axes is a matrix, and so is a convolution's kernel, of four axes or
-    more, as [all axes but the last, outputs].
+    more, as [all axes but the last, outputs]. The merge has no derivatives.
 
     Args:
         scaling: The factor alpha (default 1). The paper's authors choose it on validation data.

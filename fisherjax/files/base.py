@@ -275,28 +275,23 @@ def header_of(
 
 
 def _check_digest(path: Path, header: bytes, expected: str) -> None:
-    place = header.find(expected.encode()) if len(expected) == len(_UNKNOWN) else -1
-    if place >= 0:
+    found = ""
+    if len(expected) == len(_UNKNOWN) and expected.encode() in header:
+        zeroed = header.replace(expected.encode(), _UNKNOWN.encode(), 1)
         with open(path, "rb") as file:
-            found = _digest(file, _LENGTH + place)
-    if place < 0 or found != expected:
+            digest = hashlib.sha256(file.read(_LENGTH) + zeroed)
+            file.seek(len(header), os.SEEK_CUR)
+            _hash_rest(file, digest)
+            found = digest.hexdigest()
+    if not found or found != expected:
         raise ValueError(
             f"{str(path)!r} was changed after it was written: its SHA-256 is not the one in its "
             "header. Ask its sender to send it again"
         )
 
 
-def _digest(file: BinaryIO, place: int) -> str:
-    """Compute the SHA-256 of a file, with zeros in place of its digest."""
-    file.seek(0)
-    digest = hashlib.sha256(file.read(place))
-    digest.update(_UNKNOWN.encode())
-    file.seek(place + len(_UNKNOWN))
-    _hash_rest(file, digest)
-    return digest.hexdigest()
-
-
 def _hash_rest(file: BinaryIO, digest: Any) -> None:
+    """Add the bytes of a file from where it is to a digest."""
     # In chunks, because a file may be larger than the memory.
     while chunk := file.read(1 << 18):
         digest.update(chunk)

@@ -22,6 +22,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     stay in the Krylov space of this residual, so the largest eigenvalue there is the one that
     limits the step size. Descent takes all of its steps, whatever the residual is. Along
     eigenvalues that are small compared with lambda_max / steps the unknowns hardly move.
+    Derivatives are those of forward mode; for `jax.grad` take `conjugate_gradients`.
 
     Args:
         steps: Number of descent steps (default 2000).

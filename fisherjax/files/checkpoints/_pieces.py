@@ -224,11 +224,8 @@ def _read(plan: Plan, leaf: str) -> Iterator[Read]:
     """Read a leaf piece by piece; raise if a number is not finite."""
     size = plan.models[0].arrays[leaf].size
     step = min(_SIZES[-1], _ENTRIES // len(plan.models))
-    step = (
-        size
-        if plan.pieces.unit == "leaf"
-        else max((n for n in _SIZES if n <= step), default=_SIZES[0])
-    )
+    step = max((n for n in _SIZES if n <= step), default=_SIZES[0])
+    step = size if plan.pieces.unit == "leaf" else step
     begin = None if plan.start is None else plan.start.arrays[leaf]
     for first in range(0, size, max(step, 1)):
         where = first, min(step, size - first)
