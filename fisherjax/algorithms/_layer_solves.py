@@ -71,9 +71,10 @@ def solve_about_mean(
         blocks, infos = dict(found.params), [found.info]
     for layer in layers:
         own, to = _leaves_of(layer, models, 1), centres and _leaves_of(layer, centres, 0)
-        parts = [{_KERNEL: x[layer.kernel]} if layer.kernel in x else {} for x in _parts(fishers)]
+        parts = _parts(fishers)
+        parts = tuple({_KERNEL: x[layer.kernel]} if layer.kernel in x else {} for x in parts)
         how = solver, bool(damping > 0), _nameless(layer)
-        blocks[layer.kernel], info = _solve_layer(*how, *parts, own, weights, damping, to)
+        blocks[layer.kernel], info = _solve_layer(*how, parts, own, weights, damping, to)
         infos.append(Info(*({layer.kernel: x} for x in info[:3])))
     return Solution(_restored(fishers, blocks), combined(infos))
 
@@ -88,7 +89,8 @@ def repeated(fishers: Operator) -> list[Layer]:
         # A leaf that makes two layers, as it is and transposed, is solved with the others.
         if layer.index or leaves[layer.leaf] == 1:
             parts = [x.get(layer.kernel) for x in _parts(fishers)]
-            keys[layer] = _nameless(layer), str(jax.tree.map(jax.typeof, parts))
+            sizes = jax.tree.map(lambda x: (x.shape, x.dtype), parts)
+            keys[layer] = _nameless(layer), str(sizes)
     number = Counter(keys.values())
     return [layer for layer, key in keys.items() if number[key] >= SEVERAL]
 
@@ -105,15 +107,14 @@ def _solve_layer(
     solver: Solver,
     is_damped: bool,
     layer: Layer,
-    factors: dict[str, dict[str, Array]],
-    entries: dict[str, Array],
+    parts: tuple[dict[str, dict[str, Array]], dict[str, Array]],
     params: dict[str, Array],
     weights: Array,
     damping: Scalar,
     centre: Params,
 ) -> tuple[Array, Info]:
     template = Template.of(jax.tree.map(lambda x: x[0], params))
-    fishers = Kronecker(factors, entries, (layer,), template)
+    fishers = Kronecker(*parts, (layer,), template)
     # A traced damping may be zero, for which a preconditioner would be computed in vain.
     damping = damping if is_damped else 0.0
     problem = about_mean(fishers, params, weights, damping, centre)

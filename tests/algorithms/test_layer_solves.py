@@ -53,6 +53,7 @@ def _problem(repeats=3, clients=2):
     return jax.tree.map(jnp.asarray, (fishers, models, one))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damping", [0.0, 1.0])
 def test_layers_solved_apart_are_those_solved_together(damping):
     fishers, models, start = _problem()
@@ -72,6 +73,7 @@ def test_layers_solved_apart_are_those_solved_together(damping):
         assert apart.info.status == together.info.status
 
 
+@pytest.mark.long
 def test_a_deeper_network_compiles_no_more(compilations):
     for repeats, programs in ((3, None), (5, 3), (6, None)):
         fishers, models, _ = _problem(repeats)
@@ -84,6 +86,7 @@ def test_a_deeper_network_compiles_no_more(compilations):
         assert count() <= programs
 
 
+@pytest.mark.long
 def test_what_is_not_repeated_or_not_known_is_one_system():
     fishers, models, _ = _problem(repeats=2)
     assert not _layer_solves.repeated(fishers)
