@@ -58,7 +58,7 @@ def solve_about_mean(
     # Solvers of the package treat blocks separately; another one may look at all params.
     is_known = getattr(solver, "__module__", "").startswith("fisherjax.solvers.")
     layers = repeated(fishers) if is_known and not is_traced else []
-    if not layers:
+    if not layers or not isinstance(fishers, Kronecker):
         return solver(about_mean(fishers, params, weights, damping, centre))
     models, blocks, infos = fishers.template.by_name(params), {}, []
     centres = None if centre is None else fishers.template.by_name(centre)
@@ -71,8 +71,7 @@ def solve_about_mean(
         blocks, infos = dict(found.params), [found.info]
     for layer in layers:
         own, to = _leaves_of(layer, models, 1), centres and _leaves_of(layer, centres, 0)
-        parts = _parts(fishers)
-        parts = tuple({_KERNEL: x[layer.kernel]} if layer.kernel in x else {} for x in parts)
+        parts = _of_layer(layer, fishers.factors), _of_layer(layer, fishers.entries)
         how = solver, bool(damping > 0), _nameless(layer)
         blocks[layer.kernel], info = _solve_layer(*how, parts, own, weights, damping, to)
         infos.append(Info(*({layer.kernel: x} for x in info[:3])))
@@ -88,7 +87,7 @@ def repeated(fishers: Operator) -> list[Layer]:
     for layer in fishers.layers:
         # A leaf that makes two layers, as it is and transposed, is solved with the others.
         if layer.index or leaves[layer.leaf] == 1:
-            parts = [x.get(layer.kernel) for x in _parts(fishers)]
+            parts = _of_layer(layer, fishers.factors), _of_layer(layer, fishers.entries)
             sizes = jax.tree.map(lambda x: (x.shape, x.dtype), parts)
             keys[layer] = _nameless(layer), str(sizes)
     number = Counter(keys.values())
@@ -146,5 +145,5 @@ def _nameless(layer: Layer) -> Layer:
     return layer._replace(kernel=_KERNEL, bias=bias, index=(), part_of=None)
 
 
-def _parts(fishers: Kronecker) -> tuple[dict[str, Any], dict[str, Any]]:
-    return fishers.factors, fishers.entries
+def _of_layer(layer: Layer, held: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KERNEL: held[layer.kernel]} if layer.kernel in held else {}

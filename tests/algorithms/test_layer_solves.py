@@ -60,7 +60,7 @@ def test_layers_solved_apart_are_those_solved_together(damping):
     assert {layer.kernel for layer in fishers.layers} - {
         layer.kernel for layer in _layer_solves.repeated(fishers)
     } == {"alone"}
-    weights = np.array([0.25, 0.75])
+    weights = jnp.array([0.25, 0.75])
     for centre in (None, start):
         given = fishers, models, weights, damping, centre
         together = _SOLVER(_layer_solves.about_mean(*given))
@@ -78,7 +78,7 @@ def test_a_deeper_network_compiles_no_more(compilations):
     for repeats, programs in ((3, None), (5, 3), (6, None)):
         fishers, models, _ = _problem(repeats)
         with compilations() as count:
-            given = fishers, models, np.array([0.5, 0.5]), 1.0
+            given = fishers, models, jnp.array([0.5, 0.5]), 1.0
             _layer_solves.solve_about_mean(_SOLVER, *given)
         if programs is None:
             continue
@@ -97,7 +97,8 @@ def test_what_is_not_repeated_or_not_known_is_one_system():
         seen.append(jax.tree.structure(problem.init))
         return _SOLVER(problem)
 
-    given = *_problem()[:2], np.array([0.5, 0.5]), 1.0
+    fishers, models, _ = _problem()
+    given = fishers, models, jnp.array([0.5, 0.5]), 1.0
     found = _layer_solves.solve_about_mean(solver, *given)
     assert len(seen) == 1
     expected = _layer_solves.solve_about_mean(_SOLVER, *given)
