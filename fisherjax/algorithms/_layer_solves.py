@@ -63,7 +63,7 @@ def solve_about_mean(
     # Solvers of the package treat blocks separately; another one may look at all params.
     is_known = getattr(solver, "__module__", "").startswith("fisherjax.solvers.")
     layers = repeated(fishers) if is_known and not is_traced else []
-    if not layers:
+    if not layers or not isinstance(fishers, Kronecker):
         return solver(about_mean(fishers, params, weights, damping, centre))
     models, blocks, infos = fishers.template.by_name(params), {}, []
     centres = None if centre is None else fishers.template.by_name(centre)
@@ -76,9 +76,9 @@ def solve_about_mean(
         blocks, infos = dict(found.params), [found.info]
     for layer in layers:
         own, to = _leaves_of(layer, models, 1), centres and _leaves_of(layer, centres, 0)
-        parts = [{_KERNEL: x[layer.kernel]} if layer.kernel in x else {} for x in _parts(fishers)]
+        parts = _of_layer(layer, fishers.factors), _of_layer(layer, fishers.entries)
         how = solver, bool(damping > 0), _nameless(layer)
-        blocks[layer.kernel], info = _solve_layer(*how, *parts, own, weights, damping, to)
+        blocks[layer.kernel], info = _solve_layer(*how, parts, own, weights, damping, to)
         infos.append(Info(*({layer.kernel: x} for x in info[:3])))
     return Solution(_restored(fishers, blocks), combined(infos))
 
@@ -92,8 +92,9 @@ def repeated(fishers: Operator) -> list[Layer]:
     for layer in fishers.layers:
         # A leaf that makes two layers, as it is and transposed, is solved with the others.
         if layer.index or leaves[layer.leaf] == 1:
-            parts = [x.get(layer.kernel) for x in _parts(fishers)]
-            keys[layer] = _nameless(layer), str(jax.tree.map(jax.typeof, parts))
+            parts = _of_layer(layer, fishers.factors), _of_layer(layer, fishers.entries)
+            sizes = jax.tree.map(lambda x: (x.shape, x.dtype), parts)
+            keys[layer] = _nameless(layer), str(sizes)
     number = Counter(keys.values())
     return [layer for layer, key in keys.items() if number[key] >= SEVERAL]
 
@@ -110,15 +111,14 @@ def _solve_layer(
     solver: Solver,
     is_damped: bool,
     layer: Layer,
-    factors: dict[str, dict[str, Array]],
-    entries: dict[str, Array],
+    parts: tuple[dict[str, dict[str, Array]], dict[str, Array]],
     params: dict[str, Array],
     weights: Array,
     damping: Scalar,
     centre: Params,
 ) -> tuple[Array, Info]:
     template = Template.of(jax.tree.map(lambda x: x[0], params))
-    fishers = Kronecker(factors, entries, (layer,), template)
+    fishers = Kronecker(*parts, (layer,), template)
     # A traced damping may be zero, for which a preconditioner would be computed in vain.
     damping = damping if is_damped else 0.0
     problem = about_mean(fishers, params, weights, damping, centre)
@@ -150,5 +150,5 @@ def _nameless(layer: Layer) -> Layer:
     return layer._replace(kernel=_KERNEL, bias=bias, index=(), part_of=None)
 
 
-def _parts(fishers: Kronecker) -> tuple[dict[str, Any], dict[str, Any]]:
-    return fishers.factors, fishers.entries
+def _of_layer(layer: Layer, held: Mapping[str, Any]) -> dict[str, Any]:
+    return {_KERNEL: held[layer.kernel]} if layer.kernel in held else {}

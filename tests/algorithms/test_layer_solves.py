@@ -53,13 +53,14 @@ def _problem(repeats=3, clients=2):
     return jax.tree.map(jnp.asarray, (fishers, models, one))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damping", [0.0, 1.0])
 def test_layers_solved_apart_are_those_solved_together(damping):
     fishers, models, start = _problem()
     assert {layer.kernel for layer in fishers.layers} - {
         layer.kernel for layer in _layer_solves.repeated(fishers)
     } == {"alone"}
-    weights = np.array([0.25, 0.75])
+    weights = jnp.array([0.25, 0.75])
     for centre in (None, start):
         given = fishers, models, weights, damping, centre
         together = _SOLVER(_layer_solves.about_mean(*given))
@@ -72,11 +73,12 @@ def test_layers_solved_apart_are_those_solved_together(damping):
         assert apart.info.status == together.info.status
 
 
+@pytest.mark.long
 def test_a_deeper_network_compiles_no_more(compilations):
     for repeats, programs in ((3, None), (5, 3), (6, None)):
         fishers, models, _ = _problem(repeats)
         with compilations() as count:
-            given = fishers, models, np.array([0.5, 0.5]), 1.0
+            given = fishers, models, jnp.array([0.5, 0.5]), 1.0
             _layer_solves.solve_about_mean(_SOLVER, *given)
         if programs is None:
             continue
@@ -84,6 +86,7 @@ def test_a_deeper_network_compiles_no_more(compilations):
         assert count() <= programs
 
 
+@pytest.mark.long
 def test_what_is_not_repeated_or_not_known_is_one_system():
     fishers, models, _ = _problem(repeats=2)
     assert not _layer_solves.repeated(fishers)
@@ -94,7 +97,8 @@ def test_what_is_not_repeated_or_not_known_is_one_system():
         seen.append(jax.tree.structure(problem.init))
         return _SOLVER(problem)
 
-    given = *_problem()[:2], np.array([0.5, 0.5]), 1.0
+    fishers, models, _ = _problem()
+    given = fishers, models, jnp.array([0.5, 0.5]), 1.0
     found = _layer_solves.solve_about_mean(solver, *given)
     assert len(seen) == 1
     expected = _layer_solves.solve_about_mean(_SOLVER, *given)
