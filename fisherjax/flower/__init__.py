@@ -14,12 +14,14 @@ except ModuleNotFoundError as error:
 
 from fisherjax.flower._client import client_app
 from fisherjax.flower._grid import InProcess
-from fisherjax.flower._server import Strategy, server_app, strategy
-from fisherjax.flower._state import ServerState, Terms
+from fisherjax.flower._server import server_app, strategy
+from fisherjax.flower._state import Report, ServerState, Terms
+from fisherjax.flower._strategy import Strategy
 from fisherjax.flower._wire import upload_file
 
 __all__ = [
     "InProcess",
+    "Report",
     "ServerState",
     "Strategy",
     "Terms",

@@ -16,14 +16,14 @@ from fisherjax import clients, files, leaves, local_update, rounds, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._divergence import finite_leaves
-
+from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.flower import _kept, _uploads, _wire
-from fisherjax.flower._state import digest, download_shapes, key_of, parts_of
-from fisherjax.merging.exchanges import message_shapes, summarize_received
+from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs
+from fisherjax.merging.exchanges import message_shapes, summarize_received
 from fisherjax.parallel import Layout
 from fisherjax.rounds import Federated
 from fisherjax.rounds._one_round import client_half, client_inputs
@@ -151,22 +151,18 @@ def _answered(
             f"The node's configuration has partition-id {place!r}; expected the number of the "
             'client, from 0: start it with --node-config "partition-id=0".'
         )
-    request = Request(about, file, place, _federation(client.load(context), place), context)
-    return Message(answer(client, request), reply_to=message)
-
-
-def _federation(data: Any, place: int) -> Federation:
-    """Return a client's examples as a federation of one client, whose keys are folded by `place`."""
-    found = clients.federation([data])
-    return found._replace(ids=jnp.array([place], jnp.int32))
+    # Of whatever the client has, the rows in use are copied.
+    inputs, targets = whole(client.load(context), "load(context)")
+    data = clients.federation((inputs, targets), [range(len(targets))])
+    # Keys are folded by the client's number, as they are among all clients.
+    data = data._replace(ids=jnp.array([place], jnp.int32))
+    return Message(answer(client, Request(about, file, place, data, context)), reply_to=message)
 
 
 def _hello(client: Client, request: Request) -> RecordDict:
     """Tell the server which client this is, and what it runs."""
     _check_same_algorithm(client.experiment.algorithm, request.about)
-    return _wire.content(
-        {"partition-id": request.place, "kind": client.experiment.algorithm.kind}
-    )
+    return _wire.content({"partition-id": request.place, "kind": client.experiment.algorithm.kind})
 
 
 def _check_same_algorithm(own: Algorithm, about: Mapping[str, Any]) -> None:
@@ -176,6 +172,17 @@ def _check_same_algorithm(own: Algorithm, about: Mapping[str, Any]) -> None:
             f"The server merges '{kind}', but this client sends '{own.kind}'; expected the same "
             "algorithm on both sides."
         )
+
+
+def _parts(client: Client, request: Request) -> Leaves:
+    """Split the client's params, after a check that its frozen leaves are the server's."""
+    parts = parts_of(client.experiment, client.params, request.federation)
+    if digest(parts.frozen) != _wire.field(request.about, "frozen", str):
+        raise ValueError(
+            "The frozen leaves of this client's params differ from the server's; expected the same "
+            "params on both sides, as frozen leaves are not sent."
+        )
+    return parts
 
 
 def _key(client: Client, about: Mapping[str, Any]) -> Key:
@@ -189,12 +196,7 @@ def _train(client: Client, request: Request) -> RecordDict:
     about, data = request.about, request.federation
     experiment, algorithm = client.experiment, client.experiment.algorithm
     _check_same_algorithm(algorithm, about)
-    parts = parts_of(experiment, client.params, data)
-    if digest(parts.frozen) != about.get("frozen"):
-        raise ValueError(
-            "The frozen leaves of this client's params differ from the server's; expected the same "
-            "params on both sides, as frozen leaves are not sent."
-        )
+    parts = _parts(client, request)
     number, accepted = (_wire.field(about, name, int) for name in ("round", "accepted"))
     key = _key(client, about)
     first = experiment.init(client.params, data)
@@ -238,9 +240,10 @@ def _reply(client: Client, update: Update, request: Request, loss: Any, size: in
         "partition-id": request.place,
         "round": _wire.field(request.about, "round", int),
         "layout": sent.layout,
+        "examples": float(size),
+        "loss": float(loss),
     }
-    metrics = {"num-examples": size, "train-loss": float(loss)}
-    return _wire.content(about, sent.file, metrics)
+    return _wire.content(about, sent.file)
 
 
 def _exchange(client: Client, request: Request) -> RecordDict:
@@ -257,10 +260,12 @@ def _exchange(client: Client, request: Request) -> RecordDict:
     algorithm, key = sequence[step], _key(client, about)
     _check_same_algorithm(algorithm, about)
     shapes = message_shapes(sequence, client.params, data)[step]
-    parts = parts_of(client.experiment, client.params, data)
-    like = {"params": leaves.join(parts.trained, parts.statistics), "start": shapes.received}
+    parts = _parts(client, request)
+    like = exchanged(algorithm, parts, shapes.received)
     received = _wire.read(request.file or b"", partial(files.load_arrays, like=like))
     params = leaves.join(received["params"], parts.frozen)
-    update = summarize_received(algorithm, params, received["start"], data, key=key)
+    own = params if algorithm.model is None else leaves.trained(algorithm.model, params)
+    start = received.get("start", own)
+    update = summarize_received(algorithm, params, start, data, key=key)
     _check_finite(update, ())
     return _reply(client, update, request, np.nan, int(data.sizes[0]))

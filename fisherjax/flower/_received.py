@@ -11,7 +11,9 @@ import numpy as np
 from flwr.app import Message
 
 from fisherjax import merging
+from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.flower import _uploads, _wire
 from fisherjax.flower._grid import Reply
@@ -28,8 +30,9 @@ class Request(NamedTuple):
         algorithm: Method that merges the replies.
         expected: Shapes of one client's update.
         number: Number of the round.
-        places: Client of each node.
+        places: Number of the client of each node that was asked.
         terms: What is accepted.
+        left_out: Reasons for which clients are left out, which this module fills in.
     """
 
     algorithm: Algorithm
@@ -37,10 +40,21 @@ class Request(NamedTuple):
     number: int
     places: Mapping[int, int]
     terms: Terms
+    left_out: dict[int | str, str]
+
+    def leave_out(self, place: int, reason: Exception) -> None:
+        """Note that a client is left out, and warn of it."""
+        # An error of ours says what is wrong; of others the type tells.
+        known = isinstance(reason, ValueError | TypeError)
+        self.left_out[place] = str(reason) if known else repr(reason)
+        warnings.warn(
+            f"Client {place} is left out of round {self.number}: {self.left_out[place]}",
+            stacklevel=3,
+        )
 
 
 class Arrived(NamedTuple):
-    """A sound upload: the place of its client, the update, its weight, and the loss in training."""
+    """A sound upload, stacked [1, ...], its client and its weight, and the loss in training."""
 
     place: int
     update: Update
@@ -49,7 +63,7 @@ class Arrived(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Result of a merge: params, state and info of the algorithm, and the uploads without values."""
+    """Result of a merge: params, state and info of the algorithm, and its uploads."""
 
     params: Params
     state: Any
@@ -58,18 +72,15 @@ class Merged(NamedTuple):
 
 
 def sound(request: Request, replies: Iterable[Reply]) -> Iterator[Arrived]:
-    """Yield the uploads that can be merged; warn of the others, by client."""
+    """Yield the uploads that can be merged; leave the others out."""
     for node, message in replies:
-        place = request.places[node]
         try:
-            yield _arrived(request, place, message)
-        except ValueError as error:
-            skipped(place, error)
-
-
-def skipped(place: int | str, reason: Any) -> None:
-    """Warn that a client is left out of a round."""
-    warnings.warn(f"Client {place} is left out of this round: {reason}", stacklevel=3)
+            arrived = _arrived(request, request.places[node], message)
+        # Whatever one client sends, the round goes on for the others.
+        except Exception as error:
+            request.leave_out(request.places[node], error)
+            continue
+        yield arrived
 
 
 def checked_content(message: Message | None) -> tuple[dict[str, Any], bytes | None]:
@@ -86,21 +97,20 @@ def _arrived(request: Request, place: int, message: Message | None) -> Arrived:
     for name, expected in (("partition-id", place), ("round", request.number)):
         if (found := _wire.field(about, name, int)) != expected:
             raise ValueError(f"the reply is of {name} {found}; expected {expected}")
+    # Checked first: what it claims must be finite whatever it sends.
+    examples, loss = (_wire.field(about, name, float) for name in ("examples", "loss"))
+    checks.number("examples", examples)
     sent = _uploads.Sent(_wire.field(about, "layout", str), file or b"")
     update = _uploads.read(sent, request.expected, request.terms.limits)
-    metrics = message.content.get("metrics", {}) if message is not None else {}
-    examples = metrics.get("num-examples")
-    if not isinstance(examples, (int, float)) or not 0 <= examples < float("inf"):
-        raise ValueError(f"it claims {examples!r:.40} examples; expected a finite number")
     most = request.terms.max_weight
     if examples > most:
         warnings.warn(
-            f"Client {place} claims {examples} examples, which count as {most} (max_weight).",
+            f"Client {place} claims {examples:.0f} examples, which count as {most:.0f} "
+            "(max_weight).",
             stacklevel=4,
         )
-    loss = metrics.get("train-loss", float("nan"))
     stacked = jax.tree.map(lambda x: np.asarray(x)[None], update)
-    return Arrived(place, stacked, min(float(examples), most), float(loss))
+    return Arrived(place, stacked, min(examples, most), loss)
 
 
 def merge(
@@ -117,9 +127,10 @@ def merge(
 
 
 def _check_number(request: Request, arrived: list[Arrived]) -> None:
-    if len(arrived) < (least := max(1, request.terms.min_replies)):
+    if len(arrived) < request.terms.min_replies:
         raise ValueError(
-            f"There are {len(arrived)} sound uploads; expected at least {least} (min_replies)."
+            f"there are {len(arrived)} sound uploads; expected at least "
+            f"{request.terms.min_replies} (min_replies)"
         )
 
 
@@ -141,7 +152,7 @@ def _merge_all(
         found = merged(arrived)
     except ValueError:
         # Only now are clients screened one by one, which takes time.
-        left = [each for each in arrived if _is_sound(algorithm, params, each)]
+        left = [each for each in arrived if _screened(request, params, each) is not None]
         if len(left) == len(arrived):
             raise
         arrived = left
@@ -150,40 +161,37 @@ def _merge_all(
     return Merged(*found, [each._replace(update=None) for each in arrived])
 
 
-def _is_sound(algorithm: Algorithm, params: Params, each: Arrived) -> bool:
+def _screened(request: Request, params: Params, each: Arrived) -> Any:
+    """Decode and screen an upload; leave it out and return None if it is not sound."""
     try:
-        _screened(algorithm, params, each)
+        parts = split_params(params, each.update)
+        weight = jnp.array([each.weight], float)
+        how: dict[str, Any] = {"on_nonfinite": "raise", "first": each.place}
+        return decode_and_screen(request.algorithm, parts, each.update, weight, **how)
     except ValueError as error:
-        skipped(each.place, error)
-        return False
-    return True
-
-
-def _screened(algorithm: Algorithm, params: Params, each: Arrived) -> Any:
-    parts = split_params(params, each.update)
-    weight = jnp.array([each.weight], float)
-    return decode_and_screen(algorithm, parts, each.update, weight, "raise", first=each.place)
+        request.leave_out(each.place, error)
+        return None
 
 
 def _merge_sums(
     request: Request, params: Params, uploads: Iterable[Arrived], state: Any, key: Key
 ) -> Merged:
     algorithm, total, arrived = request.algorithm, None, []
+    assert algorithm.reduce is not None
     for each in uploads:
-        try:
-            found = _screened(algorithm, params, each)
-        except ValueError as error:
-            skipped(each.place, error)
+        if (found := _screened(request, params, each)) is None:
             continue
         sums = add_up(algorithm.reduce, *found.values, found.weights)
         total = sums if total is None else _add(total, sums)
         arrived.append(each._replace(update=None))
     _check_number(request, arrived)
+    check_not_all_zero([each.weight for each in arrived])
     cohort = jnp.array([each.place for each in arrived])
     how = {"frozen": request.expected.frozen, "state": state, "key": key}
     return Merged(*merging.merge_sums(algorithm, params, total, cohort, **how), arrived)
 
 
+# The old total is donated, so that memory holds the sums once.
 @partial(jit, donate_argnums=0)
 def _add(total: Any, sums: Any) -> Any:
     return jax.tree.map(jnp.add, total, sums)

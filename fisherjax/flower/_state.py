@@ -9,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import files, leaves, tree
+from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
+from fisherjax.algorithms.base import Algorithm, send_params
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.rounds import Federated
 from fisherjax.typing import AnyArray, Key, Params
+
+# The server's noise is drawn from keys that are folded with numbers of `clients`.
+_PUBLIC = 1_000
 
 
 class ServerState(NamedTuple):
@@ -37,6 +42,8 @@ class Terms(NamedTuple):
 
     Attributes:
         timeout: Seconds for which the server waits for the replies of a round (default one hour).
+        connect: Seconds for which the server waits until all clients are connected before its first
+            round, and until `min_replies` of them are before others (default 60).
         min_replies: Number of sound uploads without which a round changes nothing (default 1).
         max_weight: Largest number of examples that a client may claim as its weight (default: any).
             More counts as this number, with a warning.
@@ -44,9 +51,42 @@ class Terms(NamedTuple):
     """
 
     timeout: float = 3600.0
+    connect: float = 60.0
     min_replies: int = 1
     max_weight: float = math.inf
     limits: files.Limits = files.Limits()
+
+
+class Report(NamedTuple):
+    """Record of one round.
+
+    Attributes:
+        number: Number of the round, from 0.
+        clients: Numbers of the clients whose uploads were merged; empty if the round failed.
+        weights: Their weights, numbers of examples that `max_weight` bounds.
+        loss: Mean training loss of these clients in nats in the last local epoch.
+        left_out: Reason for which each other client was left out, by its number; and the reason for
+            which the round failed, if it did, by "round".
+        info: What the algorithm reports.
+    """
+
+    number: int
+    clients: tuple[int, ...]
+    weights: tuple[float, ...]
+    loss: float
+    left_out: dict[int | str, str]
+    info: Any
+
+
+def check_terms(terms: Terms) -> None:
+    """Check the types and ranges of terms."""
+    checks.instance("terms", terms, Terms, "flower.Terms(timeout=600.0)")
+    checks.positive("timeout", terms.timeout)
+    checks.number("connect", terms.connect)
+    checks.count("min_replies", terms.min_replies)
+    if terms.max_weight != math.inf:
+        checks.positive("max_weight", terms.max_weight)
+    checks.instance("limits", terms.limits, files.Limits, "files.Limits(arrays=50_000)")
 
 
 def parts_of(experiment: Federated, params: Params, federation: Federation) -> Leaves:
@@ -74,6 +114,14 @@ def download_shapes(experiment: Federated, parts: Leaves, num_clients: int) -> d
     return eval_shape(first, parts)
 
 
+def exchanged(algorithm: Algorithm, parts: Leaves, start: Any) -> dict[str, Any]:
+    """Return what the server sends in an exchange: its model, and what the algorithm adds."""
+    # Most methods add nothing.
+    is_model = algorithm.link.broadcast is send_params
+    params = leaves.join(parts.trained, parts.statistics)
+    return {"params": params} if is_model else {"params": params, "start": start}
+
+
 def digest(params: Params) -> str:
     """Compute the SHA-256 of all leaves with their names."""
     found = hashlib.sha256()
@@ -84,12 +132,18 @@ def digest(params: Params) -> str:
     return found.hexdigest()
 
 
-def key_fields(key: Key) -> dict[str, Any]:
-    """Describe a key in a message."""
+def key_fields(key: Key, algorithm: Algorithm) -> dict[str, Any]:
+    """Describe the key of a round in a message."""
+    if algorithm.link.draws:
+        # The key from which the server draws noise stays with it; clients get one of its outputs.
+        key = jax.random.fold_in(key, _PUBLIC)
     words = np.asarray(jax.random.key_data(key), np.uint32)
     return {"key": words.tobytes(), "key-kind": str(jax.random.key_impl(key))}
 
 
 def key_of(words: bytes, kind: str) -> Key:
-    """Return the key of a message."""
-    return jax.random.wrap_key_data(np.frombuffer(words, np.uint32), impl=kind)
+    """Return the key of a message; raise ValueError if it is none."""
+    try:
+        return jax.random.wrap_key_data(np.frombuffer(words, np.uint32), impl=kind)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the message has no key of kind {kind!r:.40}: {error}") from error

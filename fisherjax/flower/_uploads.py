@@ -92,8 +92,9 @@ def read(sent: Sent, expected: Update, limits: files.Limits) -> Update:
     like = dataclasses.replace(like, frozen=tuple(sorted(like.frozen)))
     found = dataclasses.replace(found, frozen=tuple(sorted(found.frozen)))
     _check_same(found, like)
-    return dataclasses.replace(expected, values=_restored(found.values, expected.values),
-                               statistics=found.statistics)
+    return dataclasses.replace(
+        expected, values=_restored(found.values, expected.values), statistics=found.statistics
+    )
 
 
 def expected_of(stacked: Update) -> Update:

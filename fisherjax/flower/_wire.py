@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fisherjax.files.base import version
 
@@ -17,22 +17,18 @@ FORMAT = 1
 """Version of the messages. Sides of different formats do not work together."""
 HELLO, TRAIN, EXCHANGE = "query.hello", "train", "query.exchange"
 """Types of the messages, as Flower names them."""
-_ABOUT, _FILE, _METRICS = "fisherjax", "file", "metrics"
+_ABOUT, _FILE = "fisherjax", "file"
 _SERIALIZATION = "fisherjax.safetensors"
 
 Result = TypeVar("Result")
 
 
-def content(
-    about: Mapping[str, Any], file: bytes | None = None, metrics: Mapping[str, float] | None = None
-) -> RecordDict:
-    """Make the content of a message from its description, the bytes of a file, and metrics."""
+def content(about: Mapping[str, Any], file: bytes | None = None) -> RecordDict:
+    """Make the content of a message from its description and the bytes of a file."""
     own = {"version": version(), "format": FORMAT}
     records: dict[str, Any] = {_ABOUT: ConfigRecord({**own, **about})}
     if file is not None:
         records[_FILE] = file_record(file)
-    if metrics is not None:
-        records[_METRICS] = MetricRecord(dict(metrics))
     return RecordDict(records)
 
 

@@ -131,7 +131,9 @@ def summarize_received(
     Arguments and errors are those of `exchange`.
     """
     # Without training, running statistics stay the same, as frozen leaves do.
-    same = untrained(params, federation.num_clients, algorithm.model) if trained is None else trained
+    same = (
+        untrained(params, federation.num_clients, algorithm.model) if trained is None else trained
+    )
     same = same._replace(start=start)
     return summarize(algorithm, same, federation, key=key, clients_per_chunk=clients_per_chunk)
 
