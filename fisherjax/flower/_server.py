@@ -20,8 +20,8 @@ from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.clients import federation as federation_of
-from fisherjax.flower._state import Report, ServerState, Terms, check_terms
-from fisherjax.flower._strategy import Setup, Strategy
+from fisherjax.flower._state import Report, ServerState, Setup, Terms, check_terms
+from fisherjax.flower._strategy import Strategy
 from fisherjax.merging._server_half import server_key
 from fisherjax.parallel import Layout
 from fisherjax.rounds._one_round import train_and_summarize

@@ -11,7 +11,7 @@ import numpy as np
 from fisherjax import files, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
-from fisherjax.algorithms.base import Algorithm, send_params
+from fisherjax.algorithms.base import Algorithm, Update, send_params
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.rounds import Federated
@@ -76,6 +76,30 @@ class Report(NamedTuple):
     loss: float
     left_out: dict[int | str, str]
     info: Any
+
+
+class Setup(NamedTuple):
+    """Arguments of `strategy`, checked.
+
+    Attributes:
+        experiment: The algorithm and the model.
+        example: Examples of the shapes that clients have, as a federation of one client.
+        expected: Shapes of one client's update.
+        num_clients: Number of clients M.
+        cohort: Number of clients in a round.
+        key: Key of the run.
+        exchanges: Messages without training.
+        terms: What is accepted of clients.
+    """
+
+    experiment: Federated
+    example: Federation
+    expected: Update
+    num_clients: int
+    cohort: int
+    key: Key
+    exchanges: tuple[tuple[Algorithm, ...], ...]
+    terms: Terms
 
 
 def check_terms(terms: Terms) -> None:

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,12 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fisherjax import files
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update
-from fisherjax.clients import Federation
 from fisherjax.flower import _received, _wire
 from fisherjax.flower._grid import Reply, Streaming, replies
 from fisherjax.flower._state import (
     Report,
     ServerState,
-    Terms,
+    Setup,
     digest,
     download,
     exchanged,
@@ -31,35 +30,10 @@ from fisherjax.flower._state import (
     parts_of,
 )
 from fisherjax.merging.exchanges import message_shapes, start_message
-from fisherjax.rounds import Federated
 from fisherjax.rounds._one_round import draw_cohort
 from fisherjax.typing import Key
 
 _POLL = 0.5  # seconds between two looks for clients
-
-
-class Setup(NamedTuple):
-    """Arguments of `strategy`, checked.
-
-    Attributes:
-        experiment: The algorithm and the model.
-        example: Examples of the shapes that clients have, as a federation of one client.
-        expected: Shapes of one client's update.
-        num_clients: Number of clients M.
-        cohort: Number of clients in a round.
-        key: Key of the run.
-        exchanges: Messages without training.
-        terms: What is accepted of clients.
-    """
-
-    experiment: Federated
-    example: Federation
-    expected: Update
-    num_clients: int
-    cohort: int
-    key: Key
-    exchanges: tuple[tuple[Algorithm, ...], ...]
-    terms: Terms
 
 
 class Strategy(FlowerStrategy):

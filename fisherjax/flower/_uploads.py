@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import algorithms, files, tree
-from fisherjax._stacked import shapes_of_one
+from fisherjax._core.compiler import eval_shape
 from fisherjax.algorithms.base import Update
 from fisherjax.files.uploads import THEN
 from fisherjax.files.values import flat
@@ -87,19 +87,11 @@ def read(sent: Sent, expected: Update, limits: files.Limits) -> Update:
     found, _ = _wire.read(sent.file, partial(files.load_update, limits=limits))
     if found.kind != expected.kind:
         raise ValueError(f"the upload holds '{found.kind}'; expected '{expected.kind}'")
-    like = dataclasses.replace(expected, values=flat(expected.values))
-    # The names of frozen leaves are compared as a set, statistics and values leaf by leaf.
-    like = dataclasses.replace(like, frozen=tuple(sorted(like.frozen)))
-    found = dataclasses.replace(found, frozen=tuple(sorted(found.frozen)))
+    like = dataclasses.replace(expected, values=eval_shape(flat, expected.values))
     _check_same(found, like)
     return dataclasses.replace(
         expected, values=_restored(found.values, expected.values), statistics=found.statistics
     )
-
-
-def expected_of(stacked: Update) -> Update:
-    """Return the shapes and dtypes of one client's update, from those of a stacked one."""
-    return shapes_of_one(stacked)
 
 
 def _check_same(found: Update, like: Update) -> None:
