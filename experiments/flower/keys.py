@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from experiments.harness import commands, limits
+from experiments.harness import commands
 
 PROGRAM = "experiments.flower keys"
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
@@ -29,7 +29,7 @@ _AUTHORITY = "fisherjax superlink's authority"
 class Config:
     """Certificates and keys."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
+    folder: Annotated[Path, tyro.conf.Positional] = Path("runs/keys")
     """Folder for the files."""
     nodes: int = 2
     """Number of nodes that may join."""
@@ -49,7 +49,12 @@ def public(folder: Path) -> list[Path]:
     return sorted(folder.glob("node-*.pub"))
 
 
-@commands.command(PROGRAM, __doc__, Config, limits.check_options, continues=False)
+def _check(asked: Config) -> None:
+    for option in ("nodes", "days"):
+        commands.check(asked, option, "1 or more", lambda number: number >= 1)
+
+
+@commands.command(PROGRAM, __doc__, Config, _check, continues=False, cached=False)
 def main(asked: Config, console: Console) -> None:
     asked.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (asked.folder / CERTIFICATE).exists():
@@ -93,7 +98,7 @@ def _write_certificates(asked: Config) -> None:
         (issuer, False),
     )
     _write(asked.folder / CA, _signed(root, ca))
-    _write(asked.folder / KEY, _pem(own))
+    _write(asked.folder / KEY, _private(own, "PKCS8"))
     # The last one, by which a second call sees that all are there.
     _write(asked.folder / CERTIFICATE, _signed(leaf, ca))
 
@@ -149,10 +154,10 @@ def _signed(builder: Any, key: Any) -> bytes:
     return builder.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM)
 
 
-def _pem(key: Any) -> bytes:
+def _private(key: Any, form: str) -> bytes:
     from cryptography.hazmat.primitives import serialization
 
-    how = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    how = serialization.Encoding.PEM, getattr(serialization.PrivateFormat, form)
     return key.private_bytes(*how, serialization.NoEncryption())
 
 
@@ -162,7 +167,7 @@ def _write_node(folder: Path, node: int) -> None:
     key = _new_key()
     how = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
     _write(private(folder, node).with_suffix(".pub"), key.public_key().public_bytes(*how))
-    _write(private(folder, node), _pem(key))
+    _write(private(folder, node), _private(key, "OpenSSH"))
 
 
 def _write(path: Path, data: bytes) -> None:

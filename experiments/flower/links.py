@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from experiments.flower import keys, processes
-from experiments.harness import commands, limits
+from experiments.harness import commands
 
 _SUPERLINK = """Run the superlink, which passes messages between the run and its nodes.
 
@@ -66,6 +66,8 @@ class SuperNodes(Security):
     """Port of the first node for its own processes, on this machine only; others count on."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
+    node_config: tuple[str, ...] = ()
+    """Further entries of the nodes' configuration, KEY=VALUE, for an app of your own."""
     folder: commands.Folder = Path("runs/supernodes")
     """Folder for the apps and for what clients keep."""
 
@@ -85,7 +87,9 @@ def check_security(asked: Security) -> None:
 
 
 def _check(asked: SuperLink | SuperNodes) -> None:
-    limits.check_options(asked)
+    if isinstance(asked, SuperNodes):
+        commands.check(asked, "nodes", "1 or more", lambda number: number >= 1)
+        commands.check(asked, "first", "0 or more", lambda number: number >= 0)
     commands.check(asked, "port", "1 to 65535", lambda port: 0 < port < 65536)
     check_security(asked)
 
@@ -116,7 +120,8 @@ def supernode_command(asked: SuperNodes, node: int) -> list[str]:
     own = {"partition-id": node, "state-dir": str((asked.folder / f"node-{node}").absolute())}
     if asked.data_dir is not None:
         own["data-dir"] = str(asked.data_dir.absolute())
-    return [*command, "--node-config", " ".join(f"{n}={json.dumps(x)}" for n, x in own.items())]
+    words = [*(f"{name}={json.dumps(value)}" for name, value in own.items()), *asked.node_config]
+    return [*command, "--node-config", " ".join(words)]
 
 
 def connection(home: Path, address: str, security: Security) -> dict[str, str]:
@@ -133,7 +138,7 @@ def connection(home: Path, address: str, security: Security) -> dict[str, str]:
     return environment
 
 
-@commands.command("experiments.flower superlink", _SUPERLINK, SuperLink, _check, continues=True)
+@commands.command("experiments.flower superlink", _SUPERLINK, SuperLink, _check, cached=False)
 def superlink(asked: SuperLink, console: Console) -> None:
     processes.check_free(asked.host, asked.port)
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +166,7 @@ def _register(asked: SuperLink, environment: dict[str, str], console: Console) -
     console.print(f"{len(keys.public(asked.keys))} nodes may join, with the keys of {asked.keys}.")
 
 
-@commands.command("experiments.flower supernodes", _SUPERNODES, SuperNodes, _check, continues=True)
+@commands.command("experiments.flower supernodes", _SUPERNODES, SuperNodes, _check, cached=False)
 def supernodes(asked: SuperNodes, console: Console) -> None:
     processes.check_reachable(asked.superlink)
     nodes = range(asked.first, asked.first + asked.nodes)

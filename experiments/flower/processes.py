@@ -80,7 +80,7 @@ def end(process: subprocess.Popen, grace: float = _GRACE) -> None:
         process.kill()
         process.wait()
     limit = time.monotonic() + grace
-    while (left := started & _alive()) and time.monotonic() < limit:
+    while (left := started & alive()) and time.monotonic() < limit:
         time.sleep(0.1)
     for pid, _ in left:
         with contextlib.suppress(ProcessLookupError):
@@ -101,7 +101,8 @@ def descendants(pid: int) -> set[tuple[int, str]]:
     return found
 
 
-def _alive() -> set[tuple[int, str]]:
+def alive() -> set[tuple[int, str]]:
+    """Return the numbers and the beginnings of all processes."""
     return {(own, began) for own, _, began in _listed()}
 
 

@@ -68,6 +68,8 @@ class Config(links.Security):
     """Folder of the data of the server, for its test images."""
     superlink: str = links.ADDRESS
     """HOST:PORT of the superlink."""
+    app: commands.Folder = APP
+    """Folder of Flower's app: a copy of experiments/flower/app with a client of your own."""
     out: commands.Folder = Path("runs/flower")
     """Folder for the results; an unfinished run there continues."""
 
@@ -81,7 +83,7 @@ def _check(asked: Config) -> None:
         commands.check(asked, option, "0 or more", lambda x: x >= 0)
 
 
-@commands.command(PROGRAM, __doc__, Config, _check, all_cores=lambda _: False)
+@commands.command(PROGRAM, __doc__, Config, _check, all_cores=lambda _: False, cached=False)
 def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
         asked, rows = folders.resume(asked, Config(), Round._fields, Round)
@@ -115,7 +117,7 @@ def _execute(asked: Config, console: Console) -> None:
     # A string of JSON is one of TOML.
     lines = (f"{name} = {json.dumps(value)}\n" for name, value in app_config(asked).items())
     options.write_text("".join(lines))
-    command = [processes.program("flwr"), "run", str(APP), "fisherjax", "--stream"]
+    command = [processes.program("flwr"), "run", str(asked.app), "fisherjax", "--stream"]
     command += ["--run-config", str(options)]
     with open(asked.out / _LOG, "w") as log, progress.bar(console) as bar:
         shown = bar.add_task("waiting for the nodes", total=asked.rounds, speed="")

@@ -21,7 +21,7 @@ _MAY_DIFFER = ("rounds", "timeout", "connect", "min-replies", "max-weight", "dat
 def locked(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
     """Hold a folder; refuse one of another process, or of a run with other options."""
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
+    with open(folder / "lock", "a") as lock:
         try:
             import fcntl
 
@@ -32,6 +32,9 @@ def locked(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
             raise ValueError(
                 f"another run writes to {folder}: wait for it, or stop it with `flwr stop`"
             ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
         _check_same(folder, {n: x for n, x in config.items() if n not in _MAY_DIFFER})
         yield
 
