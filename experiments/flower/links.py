@@ -28,6 +28,8 @@ _SUPERNODES = """Run supernodes of this machine, each of which is one client.
 A machine that has only the wheel of fisherjax runs Flower's own command, which is printed.
 """
 ADDRESS = "127.0.0.1:8000"
+_SHORT, _TRIES = 60.0, 2
+"""Seconds below which a program ended at once, and how often that is no reason to give up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,7 @@ def superlink(asked: SuperLink, console: Console) -> None:
             address = f"{reached}:{asked.port}"
             _register(asked, connection(asked.folder / "cli", address, asked), console)
         console.print(f"The superlink listens on {asked.host}:{asked.port}.")
-        _wait([process])
+        raise ValueError(f"the superlink ended with status {process.wait()}; its output says why")
 
 
 def _register(asked: SuperLink, environment: dict[str, str], console: Console) -> None:
@@ -180,22 +182,46 @@ def supernodes(asked: SuperNodes, console: Console) -> None:
         started = []
         for node in nodes:
             processes.check_free("127.0.0.1", asked.port + node - asked.first)
-            home = asked.folder / f"node-{node}"
             command = supernode_command(asked, node)
             console.print(shlex.join(command), soft_wrap=True, style="dim")
-            environment = processes.environment(home / "flower")
-            started.append(stack.enter_context(processes.running(command, environment)))
+            environment = processes.environment(asked.folder / f"node-{node}" / "flower")
+            kept = _Kept(f"node {node}", command, environment)
+            started.append(kept)
+            stack.callback(kept.end)
         console.print(f"Nodes {nodes[0]} to {nodes[-1]} are started.")
-        _wait(started)
+        while True:
+            time.sleep(0.5)
+            for kept in started:
+                kept.look(console)
 
 
-def _wait(started: list[subprocess.Popen]) -> None:
-    """Wait until one of these ends, which they do not by themselves.
+class _Kept:
+    """A program that is started again when it ends.
 
-    Raises:
-        ValueError: If one ended.
+    Flower's supernode ends when a connection is cut while it is being encrypted.
     """
-    while all(process.poll() is None for process in started):
-        time.sleep(0.5)
-    [status, *_] = [process.returncode for process in started if process.returncode is not None]
-    raise ValueError(f"a program of Flower ended with status {status}; its output says why")
+
+    def __init__(self, name: str, command: list[str], environment: dict[str, str]) -> None:
+        self._name, self._how, self._tries = name, (command, environment), 0
+        self._start()
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        self._process = processes.start(*self._how)
+
+    def look(self, console: Console) -> None:
+        """Start the program again if it has ended; raise ValueError if it ends each time."""
+        if (status := self._process.poll()) is None:
+            return
+        self._tries = self._tries + 1 if time.monotonic() - self._began < _SHORT else 1
+        if self._tries > _TRIES:
+            raise ValueError(
+                f"{self._name} ended with status {status}, {_TRIES + 1} times; its output says why"
+            )
+        console.print(f"{self._name} ended with status {status}: it is started again.")
+        time.sleep(1.0)
+        self._start()
+
+    def end(self) -> None:
+        """End the program."""
+        processes.end(self._process)

@@ -29,20 +29,21 @@ class Proxy:
 
     def __init__(self, host: str, port: int) -> None:
         self._to = host, port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._bytes = [0, 0]
-        self._is_cut = False
+        self._listen(0)
 
     def __enter__(self) -> "Proxy":
-        threading.Thread(target=self._accept, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.close()
         self.cut()
+
+    def _listen(self, port: int) -> None:
+        self._server = socket.create_server(("127.0.0.1", port))
+        self.port: int = self._server.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self._server,), daemon=True).start()
 
     def traffic(self) -> Traffic:
         """Return the bytes until now."""
@@ -50,34 +51,31 @@ class Proxy:
             return Traffic(*self._bytes)
 
     def cut(self) -> None:
-        """Close all connections, and new ones at once."""
+        """Close all connections, and refuse new ones."""
+        _close(self._server)
         with self._lock:
-            self._is_cut, connections = True, list(self._open)
+            connections = list(self._open)
         for each in connections:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+            _close(each)
 
     def mend(self) -> None:
-        """Pass bytes again."""
-        self._is_cut = False
+        """Accept connections on the same port again."""
+        self._listen(self.port)
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the socket is closed in the end
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it is closed in the end
             while True:
-                client, _ = self._server.accept()
+                client, _ = server.accept()
                 threading.Thread(target=self._connect, args=(client,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
-        with client:
-            if self._is_cut:
-                return
-            with contextlib.suppress(OSError), socket.create_connection(self._to) as server:
-                with self._lock:
-                    self._open |= {client, server}
-                down = threading.Thread(target=self._pass, args=(server, client, 0), daemon=True)
-                down.start()
-                self._pass(client, server, 1)
-                down.join()
+        with client, contextlib.suppress(OSError), socket.create_connection(self._to) as server:
+            with self._lock:
+                self._open |= {client, server}
+            down = threading.Thread(target=self._pass, args=(server, client, 0), daemon=True)
+            down.start()
+            self._pass(client, server, 1)
+            down.join()
             with self._lock:
                 self._open -= {client, server}
 
@@ -91,3 +89,10 @@ class Proxy:
         for each in (source, target):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+def _close(connection: socket.socket) -> None:
+    """Close a socket, on which another thread may wait."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

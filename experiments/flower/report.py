@@ -68,7 +68,7 @@ def report(asked: Any, rows: Sequence[Round], program: str, console: Console) ->
 def table(asked: Any, rows: Sequence[Round]) -> tables.Table:
     """Return the table of the rounds, and of their means."""
     headings = ("round", "clients", "left out", "test %", "loss", "down", "up", *SECONDS, "seconds")
-    title = f"{figures.label(asked.algorithm)} on Flower: {asked.dataset}, {asked.model}"
+    title = f"{figures.label(asked.method)} on Flower: {asked.dataset}, {asked.model}"
     lines = [_line(str(row.round), row) for row in rows]
     return tables.Table(f"{title}, {asked.num_clients} clients", headings, lines)
 
@@ -86,7 +86,7 @@ def _draw(asked: Any, rows: Sequence[Round]) -> None:
     """Draw the accuracy of each round, and where its seconds went."""
     drawn, (left, right) = figures.canvas(7.2, 3.2, columns=2, grid="y")
     rounds = [row.round for row in rows]
-    looks = figures.style(asked.algorithm)
+    looks = figures.style(asked.method)
     left.plot(rounds, [100 * row.accuracy for row in rows], **looks)
     left.set(xlabel="round", ylabel="test accuracy, %", xticks=_ticks(rounds))
     names = ("start", "imports", "compile", "work", "transfer", "aggregate")

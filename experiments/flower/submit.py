@@ -1,6 +1,6 @@
 """Run an experiment in rounds on the nodes of a superlink, and report it.
 
-    python -m experiments.flower run --keys runs/keys --algorithm fedfisher_kfac --rounds 3
+    python -m experiments.flower run --keys runs/keys --method fedfisher_kfac --rounds 3
 
 This command runs on the superlink's machine, where the server keeps its state after each round, in
 server/ of --out. The same command goes on after the last round that was saved, whichever process
@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+import fisherjax as fj
 from experiments.flower import links, processes, report
 from experiments.flower.report import Round
 from experiments.harness import commands, folders, limits, progress, records
@@ -38,7 +39,7 @@ class Config(links.Security):
     """Data set of `fisherjax.datasets`, which the nodes and the superlink's machine have."""
     model: str = "mlp"
     """Network: mlp, lenet or simple_cnn; the last two take images of at least 16 x 16 pixels."""
-    algorithm: str = "fedfisher_kfac"
+    method: str = "fedfisher_kfac"
     """Method that merges; python -m fisherjax lists them."""
     num_clients: int = 2
     """Number of clients; client I is the node with partition-id=I."""
@@ -77,6 +78,9 @@ class Config(links.Security):
 def _check(asked: Config) -> None:
     limits.check_options(asked)
     links.check_security(asked)
+    commands.check_name("dataset", asked.dataset, fj.datasets.NAMES)
+    commands.check_name("method", asked.method, fj.algorithms.merges())
+    commands.check_name("model", asked.model, ("mlp", "lenet", "simple_cnn"))
     expected = f"1 to the {asked.num_clients} clients"
     commands.check(asked, "min_replies", expected, lambda n: 1 <= n <= asked.num_clients)
     for option in ("timeout", "connect", "max_weight"):
@@ -97,12 +101,13 @@ def main(asked: Config, console: Console) -> None:
 def app_config(asked: Config) -> dict[str, Any]:
     """Return the configuration of Flower's app."""
     names = (
-        *("dataset", "model", "algorithm", "num_clients", "alpha", "rounds", "epochs"),
+        *("dataset", "model", "num_clients", "alpha", "rounds", "epochs"),
         *("batch_size", "learning_rate", "momentum", "seed", "timeout", "connect", "min_replies"),
         "max_weight",
     )
     found = {name.replace("_", "-"): getattr(asked, name) for name in names}
     data = "" if asked.data_dir is None else str(asked.data_dir.absolute())
+    found["algorithm"] = asked.method
     return found | {"data-dir": data, "folder": str((asked.out / "server").absolute())}
 
 

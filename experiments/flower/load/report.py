@@ -13,8 +13,8 @@ from experiments.harness import studies, tables
 _WORDS = (
     "Seconds are means of a round, ± half the width of an interval of 95 %; start, import, compile "
     "and work are means over clients, rest is the remainder of the round: transfer, in which nodes "
-    "look for messages every 3 seconds, and aggregation. The quotient is of work and rest, fisherjax "
-    "over Flower, with its interval. Memory is the server's peak above that before the "
+    "look for messages every 3 seconds, and aggregation. The quotient, fisherjax over Flower, "
+    "is of work and rest, with its interval. Memory is the server's peak above that before the "
     "first round. Wire is all bytes through the nodes' sockets over those of the arrays."
 )
 
