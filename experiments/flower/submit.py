@@ -145,12 +145,14 @@ def _execute(asked: Config, console: Console) -> None:
 
 def _follow(asked: Config, process: subprocess.Popen, show: Callable[[list[Round]], None]) -> None:
     """Write the rows of each round as it ends, until the run ends."""
-    ended = False
+    ended, before = False, -1
     while not ended:
         ended = process.poll() is not None
         found = _written(asked)
-        show(found)
-        records.write_rows(asked.out / records.RESULTS, found, Round._fields)
+        if len(found) != before:
+            show(found)
+            records.write_rows(asked.out / records.RESULTS, found, Round._fields)
+            before = len(found)
         if not ended:
             time.sleep(0.5)
 

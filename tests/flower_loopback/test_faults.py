@@ -155,9 +155,9 @@ def scenario(folder: Path, started: list[subprocess.Popen]) -> Outcome:
         started.append(made.process)
         return made
 
-    def superlink() -> Command:
+    def superlink(name: str) -> Command:
         where = "--port", port, "--keys", folder / "keys", "--folder", folder / "superlink"
-        made = command("superlink", "superlink", *where)
+        made = command(name, "superlink", *where)
         made.says("listens on")
         return made
 
@@ -186,7 +186,7 @@ def scenario(folder: Path, started: list[subprocess.Popen]) -> Outcome:
     def asked(number: int, place: int, what: str = "asked") -> bool:
         return (folder / "recorded" / f"{what}-{number}-{place}").exists()
 
-    link = superlink()
+    link = superlink("superlink")
     intruding = {n: command(n, *words) for n, words in intruders(folder, port).items()}
     with Proxy("127.0.0.1", port) as proxy:
         some, others = nodes("node0", 0, 1, proxy.port), nodes("nodes", 1, 2, port)
@@ -213,7 +213,7 @@ def scenario(folder: Path, started: list[subprocess.Popen]) -> Outcome:
         statuses.append(second.status())
         assert link.status() == 1
         kept.append(state.read_bytes() == before)
-        superlink()
+        superlink("superlink_again")
         third = run(3)
         until(lambda: rounds() >= len(MERGED) or third.process.poll() is not None, 300)
         statuses.append(third.status())
