@@ -65,7 +65,7 @@ def world():
 @pytest.fixture(scope="session")
 def flower():
     """The module, which other machines lack."""
-    pytest.importorskip("flwr", reason="needs the extra flower: make test-flower")
+    pytest.importorskip("flwr", reason="needs the extra flower (make test-flower)")
     from fisherjax import flower
 
     return flower
@@ -93,9 +93,8 @@ def simulated(world, algorithm, rounds=1, *, epochs=1, batch_size=SIZE, cohort=C
     experiment = fj.rounds.federated(world.model, algorithm, cohort=cohort, **how)
     federation = world.federation
     state = experiment.init(world.params, federation)
-    for state, _ in fj.rounds.run(experiment, state, federation, key=KEY, rounds=rounds):
-        pass
-    return state
+    *_, (last, _) = fj.rounds.run(experiment, state, federation, key=KEY, rounds=rounds)
+    return last
 
 
 def distance(one, other):
