@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -211,8 +210,10 @@ def _train(client: Client, request: Request) -> RecordDict:
     trained, update, after = client_half(experiment, Layout(1, None), given, before, data, key)
     _check_finite(update, after)
     _kept.save(request.context, path, (before, after), (accepted, number))
-    size = int(data.sizes[0])
-    return _reply(client, update, request, trained.loss[0, -1], size)
+    # Of a client that hides what it sends, the loss would disclose something.
+    is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
+    loss = float("nan") if is_hidden else trained.loss[0, -1]
+    return _reply(client, update, request, loss)
 
 
 @partial(jit, static_argnums=0)
@@ -233,8 +234,8 @@ def _check_finite(update: Update, after: Any) -> None:
         )
 
 
-def _reply(client: Client, update: Update, request: Request, loss: Any, size: int) -> RecordDict:
-    one = files.of_client(update, 0)
+def _reply(client: Client, update: Update, request: Request, loss: Any) -> RecordDict:
+    one, size = files.of_client(update, 0), int(request.federation.sizes[0])
     method = client.method or _uploads.method_of(one, client.experiment.model)
     sent = _uploads.write(one, method, str(request.place), size)
     about = {
@@ -269,4 +270,4 @@ def _exchange(client: Client, request: Request) -> RecordDict:
     start = received.get("start", own)
     update = summarize_received(algorithm, params, start, data, key=key)
     _check_finite(update, ())
-    return _reply(client, update, request, np.nan, int(data.sizes[0]))
+    return _reply(client, update, request, float("nan"))

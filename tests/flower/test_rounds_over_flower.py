@@ -47,6 +47,8 @@ def test_three_rounds_of_several_steps_are_those_of_simulation(world, over_flowe
     found = over_flower(world, ALGORITHMS[name], **how).state
     expected = simulated(world, ALGORITHMS[name], **how)
     print(f"{name}: {distance(found.params, expected.params):.1e}")
-    assert distance(found.params, expected.params) < 1e-5
+    # A number that is rounded to the next code moves by a whole step of the quantisation.
+    tolerance = 1e-3 if "8 bits" in ALGORITHMS[name].kind else 1e-5
+    assert distance(found.params, expected.params) < tolerance
     # The state of the server too, such as SCAFFOLD's control.
     assert distance((found.algorithm, 0.0), (expected.algorithm, 0.0)) < 1e-5
