@@ -153,6 +153,8 @@ def _answered(
         )
     # Of whatever the client has, the rows in use are copied.
     inputs, targets = whole(client.load(context), "load(context)")
+    if not len(targets):
+        raise ValueError("load(context) has no examples; expected at least one.")
     data = clients.federation((inputs, targets), [range(len(targets))])
     # Keys are folded by the client's number, as they are among all clients.
     data = data._replace(ids=jnp.array([place], jnp.int32))

@@ -1,5 +1,8 @@
 """A small federation, over Flower within this process and in simulation."""
 
+import contextlib
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -95,6 +98,17 @@ def simulated(world, algorithm, rounds=1, *, epochs=1, batch_size=SIZE, cohort=C
     state = experiment.init(world.params, federation)
     *_, (last, _) = fj.rounds.run(experiment, state, federation, key=KEY, rounds=rounds)
     return last
+
+
+@contextlib.contextmanager
+def warned(*patterns):
+    """Expect warnings that match each of these patterns, and perhaps others."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(each.message) for each in found]
+    for pattern in patterns:
+        assert any(re.search(pattern, text, re.DOTALL) for text in texts), (pattern, texts)
 
 
 def distance(one, other):

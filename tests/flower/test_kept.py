@@ -6,7 +6,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms
-from tests.flower.conftest import CLIENTS, KEY, MODEL, SGD, SIZE, distance
+from tests.flower.conftest import CLIENTS, KEY, MODEL, SGD, SIZE, distance, warned
 
 SCAFFOLD = algorithms.scaffold()
 
@@ -53,7 +53,7 @@ def test_both_sides_go_on_after_their_processes_end(flower, sides, tmp_path, uni
 def test_without_a_folder_a_client_that_ended_starts_afresh_and_says_so(flower, sides):
     app, server = sides(SCAFFOLD)
     server.run(flower.InProcess(app, CLIENTS), 1)
-    with pytest.warns(UserWarning, match="state of round 0.*starts afresh. Pass a folder"):
+    with warned("state of round 0.*starts afresh. Pass a folder"):
         server.run(flower.InProcess(app, CLIENTS), 2)
 
 
@@ -76,7 +76,7 @@ def test_a_lost_reply_is_a_client_that_took_no_part(flower, sides, tmp_path, alg
         folder.mkdir()
         quick = flower.Terms(timeout=0.01, connect=0.0)
         app, server = sides(algorithm, folder=folder, terms=quick)
-        with pytest.warns(UserWarning, match="Client 2 is left out of round 0"):
+        with warned("Client 2 is left out of round 0"):
             server.run(grid(app, configurations), 1)
         app, server = sides(algorithm, folder=folder, state=server.state)
         server.run(flower.InProcess(app, CLIENTS), 2)

@@ -11,7 +11,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import algorithms, compression, merging
-from tests.flower.conftest import KEY, MODEL, SGD, distance, params_of
+from tests.flower.conftest import KEY, MODEL, SGD, distance, params_of, warned
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_other_formats_are_refused_on_both_sides(flower, world, over_flower):
 
     for grid in (Later, Answers):
         with (
-            pytest.warns(UserWarning, match=r"(?s)takes? part: .*'9.9'.*format 2.*same version"),
+            warned(r"takes? part: .*'9.9'.*format 2.*same version"),
             pytest.raises(RuntimeError, match="No round of 1 succeeded"),
         ):
             over_flower(world, algorithms.fedavg(), grid=grid, terms=flower.Terms(connect=0.0))
