@@ -60,8 +60,8 @@ test-foreign: ## Verify compiled programs of other people's networks on the newe
 	$(call on_newest,$(NEWEST),$(FOREIGN))
 	$(call on_newest,$(PREVIOUS),$(FOREIGN))
 
-test-flower: $(FLOWER)/.test ## Run the tests of federated runs on Flower, over real sockets too
-	$(FLOWER)/bin/python $(PYTEST) -m "" fisherjax/flower tests/flower tests/flower_loopback \
+test-flower: $(FLOWER)/.test ## Run the tests of federated runs on Flower that are not slow, also over real sockets
+	$(FLOWER)/bin/python $(PYTEST) -m "not slow" tests/flower tests/flower_loopback fisherjax/flower \
 		tests/experiments/test_flower.py
 
 accelerator: ## Measure on one accelerator, in eight minutes at most, what is not known of it
@@ -134,7 +134,7 @@ $(PREVIOUS)/.test: pyproject.toml Makefile
 # Flower pins packages that others need newer, so it has an environment of its own.
 $(FLOWER)/.test: pyproject.toml
 	$(call environment,$(FLOWER))
-	$(FLOWER)/bin/python $(INSTALL) --editable ".[test,flower]"
+	$(FLOWER)/bin/python $(INSTALL) --editable ".[flower,test]"
 	@touch $@
 
 # $(call on_newest,ENVIRONMENT,TESTS): fully optimised, in an environment of the newest Python.

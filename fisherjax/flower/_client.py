@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -19,6 +18,7 @@ from fisherjax._divergence import finite_leaves
 from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
+from fisherjax.files.uploads import check_method
 from fisherjax.flower import _kept, _uploads, _wire
 from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
 from fisherjax.leaves import Leaves
@@ -119,7 +119,7 @@ def client_app(
             "must not know; expected a secret key of the client, such as privacy.system_key()."
         )
     if method is not None:
-        files.uploads.check_method(method)
+        check_method(method)
     client = Client(
         experiment,
         params,
@@ -153,6 +153,8 @@ def _answered(
         )
     # Of whatever the client has, the rows in use are copied.
     inputs, targets = whole(client.load(context), "load(context)")
+    if not len(targets):
+        raise ValueError("load(context) has no examples; expected at least one.")
     data = clients.federation((inputs, targets), [range(len(targets))])
     # Keys are folded by the client's number, as they are among all clients.
     data = data._replace(ids=jnp.array([place], jnp.int32))
@@ -210,8 +212,10 @@ def _train(client: Client, request: Request) -> RecordDict:
     trained, update, after = client_half(experiment, Layout(1, None), given, before, data, key)
     _check_finite(update, after)
     _kept.save(request.context, path, (before, after), (accepted, number))
-    size = int(data.sizes[0])
-    return _reply(client, update, request, trained.loss[0, -1], size)
+    # Of a client that hides what it sends, the loss would disclose something.
+    is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
+    loss = float("nan") if is_hidden else trained.loss[0, -1]
+    return _reply(client, update, request, loss)
 
 
 @partial(jit, static_argnums=0)
@@ -232,8 +236,8 @@ def _check_finite(update: Update, after: Any) -> None:
         )
 
 
-def _reply(client: Client, update: Update, request: Request, loss: Any, size: int) -> RecordDict:
-    one = files.of_client(update, 0)
+def _reply(client: Client, update: Update, request: Request, loss: Any) -> RecordDict:
+    one, size = files.of_client(update, 0), int(request.federation.sizes[0])
     method = client.method or _uploads.method_of(one, client.experiment.model)
     sent = _uploads.write(one, method, str(request.place), size)
     about = {
@@ -268,4 +272,4 @@ def _exchange(client: Client, request: Request) -> RecordDict:
     start = received.get("start", own)
     update = summarize_received(algorithm, params, start, data, key=key)
     _check_finite(update, ())
-    return _reply(client, update, request, np.nan, int(data.sizes[0]))
+    return _reply(client, update, request, float("nan"))

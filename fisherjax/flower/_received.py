@@ -181,7 +181,8 @@ def _merge_sums(
     for each in uploads:
         if (found := _screened(request, params, each)) is None:
             continue
-        sums = add_up(algorithm.reduce, *found.values, found.weights)
+        values, statistics = found.values
+        sums = add_up(algorithm.reduce, values, statistics, found.weights)
         total = sums if total is None else _add(total, sums)
         arrived.append(each._replace(update=None))
     _check_number(request, arrived)

@@ -168,6 +168,6 @@ def key_fields(key: Key, algorithm: Algorithm) -> dict[str, Any]:
 def key_of(words: bytes, kind: str) -> Key:
     """Return the key of a message; raise ValueError if it is none."""
     try:
-        return jax.random.wrap_key_data(np.frombuffer(words, np.uint32), impl=kind)
+        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(words, np.uint32)), impl=kind)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the message has no key of kind {kind!r:.40}: {error}") from error

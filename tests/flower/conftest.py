@@ -1,5 +1,8 @@
 """A small federation, over Flower within this process and in simulation."""
 
+import contextlib
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,7 +68,7 @@ def world():
 @pytest.fixture(scope="session")
 def flower():
     """The module, which other machines lack."""
-    pytest.importorskip("flwr", reason="needs the extra flower: make test-flower")
+    pytest.importorskip("flwr", reason="needs the extra flower (make test-flower)")
     from fisherjax import flower
 
     return flower
@@ -93,9 +96,19 @@ def simulated(world, algorithm, rounds=1, *, epochs=1, batch_size=SIZE, cohort=C
     experiment = fj.rounds.federated(world.model, algorithm, cohort=cohort, **how)
     federation = world.federation
     state = experiment.init(world.params, federation)
-    for state, _ in fj.rounds.run(experiment, state, federation, key=KEY, rounds=rounds):
-        pass
-    return state
+    *_, (last, _) = fj.rounds.run(experiment, state, federation, key=KEY, rounds=rounds)
+    return last
+
+
+@contextlib.contextmanager
+def warned(*patterns):
+    """Expect warnings that match each of these patterns, and perhaps others."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        yield
+    texts = [str(each.message) for each in found]
+    for pattern in patterns:
+        assert any(re.search(pattern, text, re.DOTALL) for text in texts), (pattern, texts)
 
 
 def distance(one, other):

@@ -28,6 +28,13 @@ ALGORITHMS = {
     "local_leaves": algorithms.keep_local(DIAGONAL, frozenset(["second/kernel"])),
 }
 QUICK = ("fedavg", "kfac")
+
+
+def tolerance(algorithm, otherwise):
+    """Return how far models may differ: a number that is rounded otherwise moves by a code."""
+    return 1e-3 if "8 bits" in algorithm.kind else otherwise
+
+
 EVERY = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALGORITHMS
 ]
@@ -37,7 +44,8 @@ EVERY = [
 def test_a_round_of_one_step_is_that_of_simulation(world, over_flower, name):
     found = over_flower(world, ALGORITHMS[name]).state
     assert found.accepted.tolist() == [0] * CLIENTS
-    assert distance(found.params, simulated(world, ALGORITHMS[name]).params) < 1e-6
+    expected = simulated(world, ALGORITHMS[name])
+    assert distance(found.params, expected.params) < tolerance(ALGORITHMS[name], 1e-6)
 
 
 @pytest.mark.slow
@@ -47,6 +55,6 @@ def test_three_rounds_of_several_steps_are_those_of_simulation(world, over_flowe
     found = over_flower(world, ALGORITHMS[name], **how).state
     expected = simulated(world, ALGORITHMS[name], **how)
     print(f"{name}: {distance(found.params, expected.params):.1e}")
-    assert distance(found.params, expected.params) < 1e-5
+    assert distance(found.params, expected.params) < tolerance(ALGORITHMS[name], 1e-5)
     # The state of the server too, such as SCAFFOLD's control.
     assert distance((found.algorithm, 0.0), (expected.algorithm, 0.0)) < 1e-5

@@ -24,7 +24,7 @@ import fisherjax as fj
 from experiments.flower import keys, processes, submit
 from experiments.flower.proxy import Proxy
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="signals of Unix")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="signals of Unix")]
 
 HERE, CLIENTS, MOST, TIMEOUT = Path(__file__).parent, 3, 1000.0, 40
 FAULTS = {
