@@ -14,12 +14,12 @@ import sys
 from collections.abc import Sequence
 
 COMMANDS = {
-    "keys": ("keys", "main"),
-    "superlink": ("links", "superlink"),
-    "supernodes": ("links", "supernodes"),
-    "run": ("submit", "main"),
+    "keys": "keys",
+    "superlink": "superlink",
+    "supernodes": "supernodes",
+    "run": "submit",
 }
-"""Module and function of each command."""
+"""The module of each command, whose function `main` it is."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: expected one of {', '.join(COMMANDS)}, not {name!r}", file=sys.stderr)
         return 2
-    module, function = COMMANDS[name]
-    run = getattr(importlib.import_module(f"experiments.flower.{module}"), function)
+    run = importlib.import_module(f"experiments.flower.{COMMANDS[name]}").main
     if arguments is not None:
         return run(others)
     # A command that reads the arguments of this process also handles its signals.

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.flower import __main__ as flower
-from experiments.flower import keys, links, processes, proxy, report, submit
+from experiments.flower import keys, processes, proxy, report, submit, supernodes
 from experiments.flower.load.app import task as load
 from experiments.flower.load.report import quotient
 
@@ -149,12 +149,12 @@ def test_options_of_the_run_are_those_of_the_app():
 
 def test_nodes_say_which_client_they_are_and_share_no_port(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "program", lambda name: name)
-    asked = links.SuperNodes(insecure=True, first=3, folder=tmp_path, node_config=("a=1",))
-    three, four = (links.supernode_command(asked, node) for node in (3, 4))
+    asked = supernodes.Config(insecure=True, first=3, folder=tmp_path, node_config=("a=1",))
+    three, four = (supernodes.flower_command(asked, node) for node in (3, 4))
     assert "partition-id=3" in three[-1]
     assert three[-1].endswith(" a=1")
     assert three[three.index("--port") + 1] != four[four.index("--port") + 1]
-    secure = links.supernode_command(links.SuperNodes(keys=tmp_path, folder=tmp_path), 1)
+    secure = supernodes.flower_command(supernodes.Config(keys=tmp_path, folder=tmp_path), 1)
     assert "--insecure" not in secure
     assert secure[secure.index("--auth-supernode-private-key") + 1].endswith("node-1.pem")
 

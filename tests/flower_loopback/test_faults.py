@@ -71,7 +71,8 @@ class Command:
     def __init__(self, log: Path, *words: object) -> None:
         self.log = log
         command = [sys.executable, "-m", "experiments.flower", *map(str, words)]
-        self.process = processes.start(command, os.environ, open(log, "a"))  # noqa: SIM115
+        with open(log, "a") as output:
+            self.process = processes.start(command, os.environ, output)
 
     def says(self, words: str, seconds: float = 120) -> None:
         until(lambda: words in self.log.read_text() or self.process.poll() is not None, seconds)

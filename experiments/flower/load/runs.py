@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.flower import links, processes, submit
+from experiments.flower import links, processes, submit, superlink, supernodes
 from experiments.flower.load.app import task
 from experiments.flower.proxy import Proxy, Traffic
 
@@ -75,19 +75,19 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[Proxy]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     _record(folder / "upload.safetensors", size)
-    link = links.SuperLink(insecure=True, port=asked.port, folder=folder / "superlink")
+    link = superlink.Config(insecure=True, port=asked.port, folder=folder / "superlink")
     link.folder.mkdir()
     processes.check_free(link.host, link.port)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(folder / "flower.log", "w"))
         environment = processes.environment(folder / "superlink" / "flower")
-        command = links.superlink_command(link)
+        command = superlink.flower_command(link)
         process = stack.enter_context(processes.running(command, environment, log))
         processes.wait_for(link.host, link.port, process)
         proxy = stack.enter_context(Proxy(link.host, link.port))
         own = f"recorded={json.dumps(str((folder / 'upload.safetensors').absolute()))}"
         for node in range(nodes):
-            options = links.SuperNodes(
+            options = supernodes.Config(
                 insecure=True,
                 superlink=f"127.0.0.1:{proxy.port}",
                 port=asked.port + 1 + node,
@@ -95,7 +95,7 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[Proxy]:
                 node_config=(own,),
             )
             # Each has the number of the loop as its own, and the ports count from it.
-            command = links.supernode_command(dataclasses.replace(options, first=node), node)
+            command = supernodes.flower_command(dataclasses.replace(options, first=node), node)
             environment = processes.environment(folder / "nodes" / str(node))
             # As in a second process of a client, programs are there.
             environment["JAX_COMPILATION_CACHE_DIR"] = str((folder / "programs").absolute())

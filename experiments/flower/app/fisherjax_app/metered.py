@@ -95,4 +95,6 @@ def size(message: Message) -> int:
 
 def _measured(record: Any) -> bool:
     """Return whether a record of a client, who may send anything, holds plain numbers."""
-    return isinstance(record, MetricRecord) and all(type(x) is float for x in record.values())
+    return isinstance(record, MetricRecord) and all(
+        isinstance(x, int | float) for x in record.values()
+    )

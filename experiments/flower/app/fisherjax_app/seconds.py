@@ -41,4 +41,4 @@ def listen() -> None:
 
 def compiled() -> float:
     """Return the seconds of compilation since `listen`."""
-    return sum(_compiled)
+    return sum(_compiled, 0.0)
