@@ -14,8 +14,9 @@ _WORDS = (
     "Seconds are means of a round, ± half the width of an interval of 95 %; start, import, compile "
     "and work are means over clients, rest is the remainder of the round: transfer, in which nodes "
     "look for messages every 3 seconds, and aggregation. The quotient, fisherjax over Flower, "
-    "is of work and rest, with its interval. Memory is the server's peak above that before the "
-    "first round. Wire is all bytes through the nodes' sockets over those of the arrays."
+    "is of work and rest, with its interval. Memory is the peak of the server app above that "
+    "before the first round, superlink that process's peak until then. Wire is all bytes "
+    "through the nodes' sockets over those of the arrays."
 )
 
 
@@ -35,7 +36,7 @@ def report(asked: Any, rows: Sequence[Measured], program: str, console: Console)
         )
     headings = ("nodes", "strategy", "rounds", "start", "import", "compile", "work", "rest")
     shown = [
-        tables.Table("Load on Flower", (*headings, "memory", "wire"), lines, text=2),
+        tables.Table("Load on Flower", (*headings, "memory", "superlink", "wire"), lines, text=2),
         tables.Table("fisherjax over Flower", ("nodes", "quotient", "from", "to"), compared),
     ]
     studies.report(asked, program, shown, {}, console, words=_WORDS, heading="Load on Flower")
@@ -49,8 +50,8 @@ def _cells(rows: Sequence[Measured]) -> list[str]:
     """Return the means of a strategy's rounds."""
     names = ("start", "imports", "compile", "train", "rest")
     times = [_interval([getattr(row, name) for row in rows]) for name in names]
-    memory, wire = max(row.memory for row in rows), fmean(row.wire for row in rows)
-    return [str(len(rows)), *times, tables.size(memory), f"{wire:.3f}"]
+    memory = (tables.size(max(getattr(row, n) for row in rows)) for n in ("memory", "superlink"))
+    return [str(len(rows)), *times, *memory, f"{fmean(row.wire for row in rows):.3f}"]
 
 
 def _interval(values: Sequence[float]) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ class Measured(NamedTuple):
     compile: float
     train: float  # seconds of the clients' work
     rest: float  # seconds of the round without all of these: transfer and aggregation
-    memory: float  # peak bytes of the server above those before the first round
+    memory: float  # peak bytes of the server app above those before the first round
+    superlink: float  # peak bytes of the superlink since its start
     wire: float  # bytes through the sockets of the nodes in the run, over those of its arrays
 
     @property
@@ -60,17 +62,17 @@ def measured(asked: Any, done: set[tuple], console: Console) -> Iterator[list[Me
             missing = [unit for unit in units if unit not in done]
             if not missing:
                 continue
-            with _flower(asked, nodes, size) as proxy:
+            with _flower(asked, nodes, size) as (proxy, superlink):
                 for unit in missing:
                     console.print(*unit)
                     before = proxy.traffic()
                     rows = _run(asked, unit)
-                    yield _rows(unit, rows, before, proxy.traffic())
+                    yield _rows(unit, rows, _peak(superlink), before, proxy.traffic())
 
 
 @contextlib.contextmanager
-def _flower(asked: Any, nodes: int, size: float) -> Iterator[Proxy]:
-    """Start a superlink and supernodes, whose traffic goes through a proxy."""
+def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
+    """Start a superlink, whose number is returned, and supernodes, which reach it by a proxy."""
     folder = asked.out / "flower"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -101,7 +103,15 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[Proxy]:
             environment["JAX_COMPILATION_CACHE_DIR"] = str((folder / "programs").absolute())
             environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
             stack.enter_context(processes.running(command, environment, log))
-        yield proxy
+        yield proxy, process.pid
+
+
+def _peak(pid: int) -> float:
+    """Return the most bytes that a process had in memory; NaN where the system does not say."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next(1024.0 * int(x.split()[1]) for x in lines if x.startswith("VmHWM:"))
+    return math.nan
 
 
 def _record(path: Path, size: float) -> None:
@@ -151,7 +161,7 @@ def _make_app(app: Path, config: dict[str, Any]) -> None:
 
 
 def _rows(
-    unit: tuple, rows: list[dict[str, float]], before: Traffic, after: Traffic
+    unit: tuple, rows: list[dict[str, float]], superlink: float, before: Traffic, after: Traffic
 ) -> list[Measured]:
     """Return the rounds of a run but the first."""
     _, nodes, size, *_ = unit
@@ -165,5 +175,5 @@ def _rows(
         # Clients' start, import, compilation and work are of the round, as they run side by side.
         rest, memory = row["seconds"] - sum(times), row["memory"] - first["memory"]
         counts = number, int(row["clients"])
-        found.append(Measured(*unit, *counts, *times, rest, memory, wire))
+        found.append(Measured(*unit, *counts, *times, rest, memory, superlink, wire))
     return found
