@@ -76,7 +76,6 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
     folder = asked.out / "flower"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    _record(folder / "upload.safetensors", size)
     link = superlink.Config(insecure=True, port=asked.port, folder=folder / "superlink")
     link.folder.mkdir()
     processes.check_free(link.host, link.port)
@@ -87,8 +86,11 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
         process = stack.enter_context(processes.running(command, environment, log))
         processes.wait_for(link.host, link.port, process)
         proxy = stack.enter_context(Proxy(link.host, link.port))
-        own = f"recorded={json.dumps(str((folder / 'upload.safetensors').absolute()))}"
         for node in range(nodes):
+            # Flower sends equal bytes once.
+            path = (folder / f"upload-{node}.safetensors").absolute()
+            _record(path, size, node)
+            own = f"recorded={json.dumps(str(path))}"
             options = supernodes.Config(
                 insecure=True,
                 superlink=f"127.0.0.1:{proxy.port}",
@@ -114,12 +116,12 @@ def _peak(pid: int) -> float:
     return math.nan
 
 
-def _record(path: Path, size: float) -> None:
-    """Write the upload that clients replay, and its description."""
-    random, shapes = np.random.default_rng(0), _shapes(size)
+def _record(path: Path, size: float, node: int) -> None:
+    """Write the upload that a client replays, and its description."""
+    random, shapes = np.random.default_rng(node), _shapes(size)
     params = jax.tree.map(lambda x: 0.1 * random.normal(size=x.shape).astype(np.float32), shapes)
     update = fj.algorithms.base.Update({"params": params}, kind=fj.algorithms.fedavg().kind)
-    fj.files.save_update(path, update, algorithm="fedavg", client="0", examples=256)
+    fj.files.save_update(path, update, algorithm="fedavg", client=str(node), examples=256)
     own = {"version": fj.__version__, "format": 1, "layout": "upload"}
     path.with_suffix(".json").write_text(json.dumps(own | {"examples": 256.0, "loss": 0.5}))
 
