@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -176,3 +177,35 @@ def test_without_the_extra_the_package_works_and_the_module_says_what_to_install
     assert found.stdout.strip() == (
         "fisherjax.flower needs the package flwr: pip install 'fisherjax[flower]'."
     ), found.stderr
+
+
+@pytest.mark.long
+def test_the_servers_memory_does_not_grow_with_clients_where_updates_add_up(flower):
+    """One upload is in memory at a time, and the sums."""
+    from flwr.app import Message
+
+    from fisherjax.flower import _uploads, _wire
+
+    model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+    average, params = algorithms.fedavg(), np.zeros((1000, 1000), np.float32)
+    update = fj.algorithms.Update({"params": params + 1}, average.kind)
+    sent = _uploads.write(update, "fedavg", "0", 8)
+
+    def client(message, context):
+        """Replay the upload."""
+        about = {"partition-id": context.node_config["partition-id"], "round": 0}
+        about |= {"layout": sent.layout, "examples": 8.0, "loss": 0.0}
+        return Message(_wire.content(about, sent.file), reply_to=message)
+
+    example = np.zeros((1, 1000), np.float32), np.zeros((1, 1000), np.float32)
+    peaks = []
+    for number in (2, 2, 12):
+        how = {"example": example, "num_clients": number, "key": KEY}
+        server = flower.strategy(average, model, params, **how)
+        tracemalloc.start()
+        server.run(flower.InProcess(client, number))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert float(server.state.params[0, 0]) == 1
+    # The first run compiles.
+    assert peaks[2] - peaks[1] < params.nbytes
