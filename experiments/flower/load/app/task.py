@@ -14,7 +14,7 @@ EXAMPLES, SIDE = 256, 8
 def features(megabytes: float) -> tuple[int, int]:
     """Return the widths of an MLP of two hidden layers that has so many megabytes of float32."""
     number = megabytes * 1e6 / 4
-    linear = SIDE**2 + 10 + 2
+    linear = SIDE**2 + 10
     width = round((-linear + (linear**2 + 4 * number) ** 0.5) / 2)
     return width, width
 
