@@ -17,6 +17,7 @@ VENV := .venv
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 PREVIOUS := .venv-previous
+FLOWER := .venv-flower
 # The newest release before the newest minor version of jax.
 PREVIOUS_JAX := jax<0.12
 WHEEL := build/wheel
@@ -59,6 +60,10 @@ test-foreign: ## Verify compiled programs of other people's networks on the newe
 	$(call on_newest,$(NEWEST),$(FOREIGN))
 	$(call on_newest,$(PREVIOUS),$(FOREIGN))
 
+test-flower: $(FLOWER)/.test ## Run the tests of federated runs on Flower that are not slow, also over real sockets
+	$(FLOWER)/bin/python $(PYTEST) -m "not slow" tests/flower tests/flower_loopback fisherjax/flower \
+		tests/experiments/test_flower.py
+
 accelerator: ## Measure on one accelerator, in eight minutes at most, what is not known of it
 	$(ACCELERATOR_PYTHON) -m experiments.benchmark.accelerator --out $(ACCELERATOR_OUT)
 
@@ -97,7 +102,7 @@ wheel: ## Build the wheel, install it into an empty environment and use it there
 	cd $(WHEEL) && env/bin/python $(CURDIR)/.ci/wheel.py
 
 clean: ## Remove the environments, caches and build products; results under runs/ stay
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PREVIOUS) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PREVIOUS) $(FLOWER) .pytest_cache .ruff_cache .hypothesis build dist
 	rm -rf docs/get_started/*.ipynb docs/reference/*.rst docs/reference/*/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -126,6 +131,12 @@ $(PREVIOUS)/.test: pyproject.toml Makefile
 	$(PREVIOUS)/bin/python $(INSTALL) "$(PREVIOUS_JAX)" --editable ".[test]"
 	@touch $@
 
+# Flower pins packages that others need newer, so it has an environment of its own.
+$(FLOWER)/.test: pyproject.toml
+	$(call environment,$(FLOWER))
+	$(FLOWER)/bin/python $(INSTALL) --editable ".[flower,test]"
+	@touch $@
+
 # $(call on_newest,ENVIRONMENT,TESTS): fully optimised, in an environment of the newest Python.
 define on_newest
 @if [ -z "$(NEWEST_PYTHON)" ]; then \
@@ -144,4 +155,4 @@ define environment
 $(PYTHON) -m venv $(1)
 endef
 
-.PHONY: help demo accelerator test test-long test-slow test-oldest test-newest test-foreign lint types format notebook notebook-update docs wheel clean
+.PHONY: help demo accelerator test test-long test-slow test-oldest test-newest test-foreign test-flower lint types format notebook notebook-update docs wheel clean

@@ -74,13 +74,14 @@ __all__ = [
 __version__ = "0.3.0.dev0"
 
 
-# `networks` is imported when it is first used, because no other module needs flax.
+# These are imported when they are first used: no other module needs flax, and `flower` needs the
+# extra of its name, so that it is not in `__all__` either.
 if TYPE_CHECKING:
-    from fisherjax import networks
+    from fisherjax import flower, networks  # noqa: F401
 else:
 
     def __getattr__(name: str) -> ModuleType:
-        """Import `networks` when it is first used."""
-        if name == "networks":
-            return importlib.import_module("fisherjax.networks")
+        """Import `networks` and `flower` when they are first used."""
+        if name in ("networks", "flower"):
+            return importlib.import_module(f"fisherjax.{name}")
         raise AttributeError(f"module 'fisherjax' has no attribute {name!r}")

@@ -143,7 +143,7 @@ def replaced(config: Any, values: Mapping[str, Any]) -> Any:
 
 def write(config: Any, program: str) -> str:
     """Return the command that runs a configuration again, with every option written out."""
-    words = ["python", "-m", program]
+    words = ["python", "-m", *program.split()]
     for name, value in contents(config).items():
         method, dot, option = name.replace("_", "-").rpartition(".")
         option = {"imports": "import"}.get(option, option)
@@ -207,7 +207,7 @@ def command(
                 print(error, file=sys.stderr)
                 return 1
             except KeyboardInterrupt as stop:
-                again = shlex.join(["python", "-m", program, *arguments])
+                again = shlex.join(["python", "-m", *program.split(), *arguments])
                 more = f"; the same command continues it:\n  {again}" if continues else "."
                 print(f"Interrupted. What was finished is kept{more}")
                 return 143 if stop.args == (signal.SIGTERM,) else 130

@@ -23,6 +23,7 @@ from experiments.harness.records import CONFIG, RESULTS, write_text
 WHERE_AND_HOW = (
     *("data_dir", "folder", "out", "clients_per_chunk", "checkpoint_seconds"),
     *("keep_models", "keep_clients", "client_folder"),
+    *("superlink", "keys", "insecure", "app", "timeout", "connect"),
 )
 """Options that change results only by rounding, so that a run may continue with other values."""
 GROWS = (

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
+import jax
+
 from fisherjax import clients, leaves
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
@@ -84,26 +86,67 @@ def messages(
     clients.check(federation)
     params = checks.arrays(params)
     for following in as_sequence(algorithm):
-        link = following.link
-        if link.personal:
-            raise ValueError(
-                "This method keeps a model for each client, as weighted_fedavg does; expected a "
-                "method that sends the same to all clients. Use rounds.federated."
-            )
-        # Without training, running statistics stay the same, as frozen leaves do.
-        same = trained
-        if same is None:
-            same = untrained(params, federation.num_clients, following.model)
-        own = params if following.model is None else leaves.trained(following.model, params)
-        state = link.init(own, federation.num_clients) if state is None else state
-        sent_down = link.broadcast(own, state, None)
-        start, _ = link.receive(sent_down, link.init_client(own))
-        same = same._replace(start=start)
-        chunk = clients_per_chunk
-        sent = summarize(following, same, federation, key=key, clients_per_chunk=chunk)
+        start, state = start_message(following, params, state, federation.num_clients)
+        how: dict[str, Any] = {"trained": trained, "clients_per_chunk": clients_per_chunk}
+        sent = summarize_received(following, params, start, federation, key=key, **how)
         weights = federation.weights
         params, state, info = merge(following, params, sent, weights, state=state, key=key)
         yield Message(start, sent, params, state, info)
+
+
+def start_message(
+    algorithm: Algorithm, params: Params, state: Any, num_clients: int
+) -> tuple[Any, Any]:
+    """Return what all clients receive in a message of an exchange, and the state of the server.
+
+    The state is that after the message before, or None.
+
+    Raises:
+        ValueError: If the method sends each client another message.
+    """
+    link = algorithm.link
+    if link.personal:
+        raise ValueError(
+            "This method keeps a model for each client, as weighted_fedavg does; expected a "
+            "method that sends the same to all clients. Use rounds.federated."
+        )
+    own = params if algorithm.model is None else leaves.trained(algorithm.model, params)
+    state = link.init(own, num_clients) if state is None else state
+    start, _ = link.receive(link.broadcast(own, state, None), link.init_client(own))
+    return start, state
+
+
+def summarize_received(
+    algorithm: Algorithm,
+    params: Params,
+    start: Any,
+    federation: Federation,
+    *,
+    key: Key,
+    trained: Trained | None = None,
+    clients_per_chunk: int | None = None,
+) -> Update:
+    """Compute the updates of clients that received `start` and hold params, without training.
+
+    Arguments and errors are those of `exchange`.
+    """
+    # Without training, running statistics stay the same, as frozen leaves do.
+    same = (
+        untrained(params, federation.num_clients, algorithm.model) if trained is None else trained
+    )
+    same = same._replace(start=start)
+    return summarize(algorithm, same, federation, key=key, clients_per_chunk=clients_per_chunk)
+
+
+def message_shapes(
+    algorithm: Algorithm | Sequence[Algorithm], params: Params, federation: Federation
+) -> tuple[Message, ...]:
+    """Return the messages of an exchange as shapes and dtypes, without computing them."""
+
+    def shapes(params: Params, federation: Federation) -> list[Message]:
+        return [*messages(algorithm, params, federation, key=jax.random.key(0))]
+
+    return tuple(eval_shape(shapes, params, federation))
 
 
 def exchange_memory(
@@ -128,13 +171,9 @@ def exchange_memory(
         1
     """
     how = {"key": key, "clients_per_chunk": clients_per_chunk}
-
-    def received(params: Params, federation: Federation) -> list[Any]:
-        return [message.received for message in messages(algorithm, params, federation, **how)]
-
     # From shapes alone; afterwards only the clients' half of each message is compiled.
-    starts = eval_shape(received, params, federation)
+    known = message_shapes(algorithm, params, federation)
     return tuple(
-        summarize_memory(following, params, federation, start=start, **how)
-        for following, start in zip(as_sequence(algorithm), starts, strict=True)
+        summarize_memory(following, params, federation, start=message.received, **how)
+        for following, message in zip(as_sequence(algorithm), known, strict=True)
     )

@@ -1,7 +1,8 @@
 """One round, in compiled pieces.
 
 * `start_round` draws a cohort and computes what its clients receive.
-* `train_and_summarize` starts a round, trains the cohort and computes its updates.
+* `client_half` trains clients from what they received and computes their updates.
+* `train_and_summarize` is both of them.
 * `finish_round` merges the updates on the server and stores what the clients keep.
 
 `whole_round` runs all of them as one program. Letters: M clients, K of them in a cohort.
@@ -18,7 +19,7 @@ from fisherjax import clients, leaves, merging, training, tree
 from fisherjax._core.compiler import jit
 from fisherjax._divergence import Diverged
 from fisherjax._stacked import copies
-from fisherjax.algorithms.base import Algorithm, Report
+from fisherjax.algorithms.base import Algorithm, Report, Update
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs, LocalTraining
@@ -113,17 +114,42 @@ def whole_round(
 def train_and_summarize(
     experiment: Experiment, layout: Layout, state: State, federation: Federation, key: Key
 ) -> CohortResult:
-    """Run the clients' half of a round: train and summarize a cohort."""
-    algorithm = experiment.algorithm
+    """Draw a cohort, train it and summarize it."""
     key, cohort, chosen, before, given = start_round(experiment, state, federation, key)
-    length = min(experiment.batch_size, federation.indices.shape[1])
+    trained, update, kept = client_half(experiment, layout, given, before, chosen, key)
+    return CohortResult(key, cohort, chosen.sizes, before, trained, update, kept)
+
+
+def client_half(
+    experiment: Experiment,
+    layout: Layout,
+    given: tuple[ClientInputs, ClientInputs],
+    before: tuple[Any, dict[str, Array]],
+    chosen: Federation,
+    key: Key,
+) -> tuple[Trained, Update, tuple[Any, dict[str, Array]]]:
+    """Train clients from what they received, and compute their updates.
+
+    Args:
+        experiment: How clients train and what they send.
+        layout: Number of clients side by side, and their devices.
+        given: Result of `client_inputs`.
+        before: What each client kept from earlier rounds, [K, ...].
+        chosen: Data of these clients.
+        key: Key of the round.
+
+    Returns:
+        The trained clients, their stacked updates, and what each client keeps.
+    """
+    algorithm = experiment.algorithm
+    length = min(experiment.batch_size, chosen.indices.shape[1])
     local = LocalTraining(experiment.model, algorithm.optimizer(experiment.optimizer), length)
-    ready = training.Cohort(local, layout, given, chosen, key, experiment.epochs)
-    trained = training.train_cohort(ready)
+    trained = training.train_cohort(
+        training.Cohort(local, layout, given, chosen, key, experiment.epochs)
+    )
     update, kept = merging.summarize_cohort(algorithm, layout, trained, before[0], chosen, key)
     found = tree.by_name(trained.statistics)
-    statistics = {name: found[name] for name in state.statistics}
-    return CohortResult(key, cohort, chosen.sizes, before, trained, update, (kept, statistics))
+    return trained, update, (kept, {name: found[name] for name in before[1]})
 
 
 @partial(jit, static_argnums=0)
@@ -136,12 +162,13 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
     """
     # Folded by the number in the state: a run continued from an old state repeats its rounds.
     key = jax.random.fold_in(key, state.number)
-    cohort = _draw_cohort(key, federation.num_clients, experiment.cohort)
+    cohort = draw_cohort(key, federation.num_clients, experiment.cohort)
     # [M, ...] to [K, ...].
     before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
     length = min(experiment.batch_size, federation.indices.shape[1])
     parts = leaves.split(experiment.model, state.params, federation.inputs, length)
-    given = client_inputs(experiment.algorithm, state, parts, before, cohort)
+    message = broadcast(experiment.algorithm, state, parts.trained, cohort)
+    given = client_inputs(experiment.algorithm, *message, parts, before)
     return key, cohort, clients.select(federation, cohort), before, given
 
 
@@ -199,12 +226,19 @@ def broadcast(
 
 def client_inputs(
     algorithm: Algorithm,
-    state: State,
+    message: Any,
+    axis: int | None,
     parts: Leaves,
     kept: tuple[Any, dict[str, Array]],
-    cohort: Array,
 ) -> tuple[ClientInputs, ClientInputs]:
     """Return what clients start a round with.
+
+    Args:
+        algorithm: Method that sent the message.
+        message: The server's message, and `axis` its client axis, as `broadcast` returns them.
+        axis: See `message`.
+        parts: The server's statistics, and the frozen leaves.
+        kept: What each client kept for the algorithm, and its statistics, [K, ...].
 
     Returns:
         What is common to all clients, and what each client has of its own, [K, ...]. Each field is
@@ -215,7 +249,6 @@ def client_inputs(
         ClientInputs(None, None, parts.statistics, parts.frozen),
         ClientInputs(None, None, None, None),
     )
-    message, axis = broadcast(algorithm, state, parts.trained, cohort)
     if axis is None and not jax.tree.leaves(local):
         start, extras = algorithm.link.receive(message, local)
         common = common._replace(start=start, extras=extras)
@@ -224,12 +257,13 @@ def client_inputs(
         own = own._replace(start=start, extras=extras)
     if statistics:
         # Clients keep some of the statistics, or all; the others are copies of the server's.
-        stacked = leaves.replace(copies(parts.statistics, len(cohort)), statistics)
+        number = len(next(iter(statistics.values())))
+        stacked = leaves.replace(copies(parts.statistics, number), statistics)
         common, own = common._replace(statistics=None), own._replace(statistics=stacked)
     return common, own
 
 
-def _draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
+def draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
     """Draw clients without replacement, in ascending order."""
     if cohort == num_clients:
         return jnp.arange(num_clients)

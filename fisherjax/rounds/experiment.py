@@ -136,7 +136,8 @@ class Federated(Experiment[Report]):
         parts = leaves.split_by_name(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
         kept = state.local, state.statistics
-        common, own = client_inputs(self.algorithm, state, parts, kept, places)
+        message = broadcast(self.algorithm, state, parts.trained, places)
+        common, own = client_inputs(self.algorithm, *message, parts, kept)
         start, _, statistics, _ = (
             mine if shared is None else copies(shared, num_clients)
             for shared, mine in zip(common, own, strict=True)

@@ -1,0 +1,1 @@
+"""Flower's app of fisherjax: clients that train on images, and a server that merges."""

@@ -1,0 +1,1 @@
+"""Load on Flower: memory, bytes on the wire and seconds, beside Flower's own averaging."""

@@ -1,0 +1,275 @@
+"""The client's side: Flower's ClientApp of an algorithm."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fisherjax import clients, files, leaves, local_update, rounds, tree
+from fisherjax._core import checks
+from fisherjax._core.compiler import jit
+from fisherjax._divergence import finite_leaves
+from fisherjax._user_data import whole
+from fisherjax.algorithms.base import Algorithm, Update, as_sequence
+from fisherjax.clients import Federation
+from fisherjax.files.uploads import check_method
+from fisherjax.flower import _kept, _uploads, _wire
+from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
+from fisherjax.leaves import Leaves
+from fisherjax.local_update import ClientInputs
+from fisherjax.merging.exchanges import message_shapes, summarize_received
+from fisherjax.parallel import Layout
+from fisherjax.rounds import Federated
+from fisherjax.rounds._one_round import client_half, client_inputs
+from fisherjax.typing import Key, Model, Params
+
+
+class Client(NamedTuple):
+    """Arguments of `client_app`, checked."""
+
+    experiment: Federated
+    params: Params
+    load: Callable[[Context], Any]
+    exchanges: tuple[tuple[Algorithm, ...], ...]
+    folder: Path | None
+    key: Key | None
+    method: str | None
+
+
+class Request(NamedTuple):
+    """A message of the server, and what the client needs to answer it.
+
+    Attributes:
+        about: Description of the message.
+        file: Bytes of its arrays.
+        place: Number of the client.
+        federation: The client's examples, as a federation of one client.
+        context: Flower's context of the client.
+    """
+
+    about: dict[str, Any]
+    file: bytes | None
+    place: int
+    federation: Federation
+    context: Context
+
+
+def client_app(
+    algorithm: Algorithm,
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    load: Callable[[Context], Any],
+    *,
+    params: Params,
+    epochs: int = 1,
+    batch_size: int = 64,
+    exchanges: Sequence[Any] = (),
+    folder: Any = None,
+    key: Key | None = None,
+    method: str | None = None,
+) -> ClientApp:
+    """Make Flower's app of a client, which trains by an algorithm and sends its updates.
+
+    Client i of M is a node whose configuration has `partition-id=i`. In round r it has the key of
+    client i in round r of `rounds.run`, so that it trains as it would there.
+
+    Args:
+        algorithm: The same algorithm as the server's, wrappers included.
+        model: Model that the client trains.
+        optimizer: Optimiser of the client; its state starts afresh in every round.
+        load: Function from Flower's context to the client's examples: `Examples`, a data set, or a
+            pair (inputs [n, ...], targets [n, ...]). `context.node_config` has the configuration
+            of the node.
+        params: Params of the network, of which the client uses the structure, the frozen leaves,
+            and its own leaves until it has trained. The server sends all others.
+        epochs: Number of local epochs in a round (default 1).
+        batch_size: Number of examples in a minibatch (default 64).
+        exchanges: Messages without training that the client answers, such as
+            `algorithms.analytic_head(model)`, in the order of the server's.
+        folder: Folder for what the client keeps from round to round, such as SCAFFOLD's control or
+            FedPer's head, in a file that is written atomically (default: Flower's context, which is
+            lost when the node ends).
+        key: Secret key of the client, folded by round (default: the key that the server sends).
+            Training that draws noise, as of `privacy.dp_sgd`, requires one.
+        method: Name in `algorithms.METHODS` for which uploads are made, see `files.save_update`
+            (default: found by what is sent; where nothing fits, uploads are arrays by leaf name).
+
+    Returns:
+        The app, which answers messages of types "train", "query.hello" and "query.exchange".
+
+    Raises:
+        TypeError: If an argument has the wrong type.
+        ValueError: If a number is out of range, or the algorithm cannot run in rounds.
+
+    Example: see `strategy`.
+    """
+    how: dict[str, Any] = {"optimizer": optimizer, "epochs": epochs, "batch_size": batch_size}
+    experiment = rounds.federated(model, algorithm, cohort=1, clients_per_chunk=1, **how)
+    checks.function("load", load, "load(context) -> (inputs, targets)")
+    params = jax.tree.map(jnp.asarray, checks.arrays(params))
+    if key is None and local_update.hides_the_loss(model):
+        raise ValueError(
+            "key is None, but this model trains with noise, as of privacy.dp_sgd, which the server "
+            "must not know; expected a secret key of the client, such as privacy.system_key()."
+        )
+    if method is not None:
+        check_method(method)
+    client = Client(
+        experiment,
+        params,
+        load,
+        tuple(map(as_sequence, exchanges)),
+        None if folder is None else Path(folder),
+        key,
+        method,
+    )
+    app = ClientApp()
+    answers = {"hello": _hello, "exchange": _exchange}
+    for name, answer in answers.items():
+        app.query(name)(partial(_answered, client, answer))
+    app.train()(partial(_answered, client, _train))
+    return app
+
+
+def _answered(
+    client: Client,
+    answer: Callable[[Client, Request], RecordDict],
+    message: Message,
+    context: Context,
+) -> Message:
+    """Answer a message."""
+    about, file = _wire.opened(message.content)
+    place = context.node_config.get("partition-id")
+    if type(place) is not int or place < 0:
+        raise ValueError(
+            f"The node's configuration has partition-id {place!r}; expected the number of the "
+            'client, from 0: start it with --node-config "partition-id=0".'
+        )
+    # Of whatever the client has, the rows in use are copied.
+    inputs, targets = whole(client.load(context), "load(context)")
+    if not len(targets):
+        raise ValueError("load(context) has no examples; expected at least one.")
+    data = clients.federation((inputs, targets), [range(len(targets))])
+    # Keys are folded by the client's number, as they are among all clients.
+    data = data._replace(ids=jnp.array([place], jnp.int32))
+    return Message(answer(client, Request(about, file, place, data, context)), reply_to=message)
+
+
+def _hello(client: Client, request: Request) -> RecordDict:
+    """Tell the server which client this is, and what it runs."""
+    _check_same_algorithm(client.experiment.algorithm, request.about)
+    return _wire.content({"partition-id": request.place, "kind": client.experiment.algorithm.kind})
+
+
+def _check_same_algorithm(own: Algorithm, about: Mapping[str, Any]) -> None:
+    kind = _wire.field(about, "kind", str)
+    if kind != own.kind:
+        raise ValueError(
+            f"The server merges '{kind}', but this client sends '{own.kind}'; expected the same "
+            "algorithm on both sides."
+        )
+
+
+def _parts(client: Client, request: Request) -> Leaves:
+    """Split the client's params, after a check that its frozen leaves are the server's."""
+    parts = parts_of(client.experiment, client.params, request.federation)
+    if digest(parts.frozen) != _wire.field(request.about, "frozen", str):
+        raise ValueError(
+            "The frozen leaves of this client's params differ from the server's; expected the same "
+            "params on both sides, as frozen leaves are not sent."
+        )
+    return parts
+
+
+def _key(client: Client, about: Mapping[str, Any]) -> Key:
+    if client.key is not None:
+        return jax.random.fold_in(client.key, _wire.field(about, "round", int))
+    return key_of(_wire.field(about, "key", bytes), _wire.field(about, "key-kind", str))
+
+
+def _train(client: Client, request: Request) -> RecordDict:
+    """Train from what the server sent, and send the update."""
+    about, data = request.about, request.federation
+    experiment, algorithm = client.experiment, client.experiment.algorithm
+    _check_same_algorithm(algorithm, about)
+    parts = _parts(client, request)
+    number, accepted = (_wire.field(about, name, int) for name in ("round", "accepted"))
+    key = _key(client, about)
+    first = experiment.init(client.params, data)
+    experiment.check(first, data, key)
+    like = download_shapes(experiment, parts, _wire.field(about, "num-clients", int))
+    received = _wire.read(request.file or b"", partial(files.load_arrays, like=like))
+    path = None if client.folder is None else client.folder / f"client-{request.place}.safetensors"
+    before = _kept.load(request.context, path, (first.local, first.statistics), accepted)
+    given = _given(algorithm, received, parts._replace(trained=None, frozen=None), before)
+    given = given[0]._replace(frozen=parts.frozen), given[1]
+    trained, update, after = client_half(experiment, Layout(1, None), given, before, data, key)
+    _check_finite(update, after)
+    _kept.save(request.context, path, (before, after), (accepted, number))
+    # Of a client that hides what it sends, the loss would disclose something.
+    is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
+    loss = float("nan") if is_hidden else trained.loss[0, -1]
+    return _reply(client, update, request, loss)
+
+
+@partial(jit, static_argnums=0)
+def _given(
+    algorithm: Algorithm, received: dict[str, Any], parts: Leaves, before: Any
+) -> tuple[ClientInputs, ClientInputs]:
+    parts = parts._replace(statistics=leaves.replace(parts.statistics, received["statistics"]))
+    return client_inputs(algorithm, received["message"], None, parts, before)
+
+
+def _check_finite(update: Update, after: Any) -> None:
+    finite = finite_leaves((update, after))
+    if not finite.all():
+        name = tree.names((update, after))[int(finite.argmin())]
+        raise ValueError(
+            f"This client's update is not finite ({name}): it diverged. Train with a smaller "
+            "learning rate."
+        )
+
+
+def _reply(client: Client, update: Update, request: Request, loss: Any) -> RecordDict:
+    one, size = files.of_client(update, 0), int(request.federation.sizes[0])
+    method = client.method or _uploads.method_of(one, client.experiment.model)
+    sent = _uploads.write(one, method, str(request.place), size)
+    about = {
+        "partition-id": request.place,
+        "round": _wire.field(request.about, "round", int),
+        "layout": sent.layout,
+        "examples": float(size),
+        "loss": float(loss),
+    }
+    return _wire.content(about, sent.file)
+
+
+def _exchange(client: Client, request: Request) -> RecordDict:
+    """Evaluate the model that the server sent, without training, and send the update."""
+    about, data = request.about, request.federation
+    which = _wire.field(about, "exchange", int)
+    step = _wire.field(about, "message", int)
+    if not 0 <= which < len(client.exchanges) or not 0 <= step < len(client.exchanges[which]):
+        raise ValueError(
+            f"The server asks for exchange {which}, message {step}, which this client does not "
+            "know; expected the same `exchanges` on both sides."
+        )
+    sequence = client.exchanges[which]
+    algorithm, key = sequence[step], _key(client, about)
+    _check_same_algorithm(algorithm, about)
+    shapes = message_shapes(sequence, client.params, data)[step]
+    parts = _parts(client, request)
+    like = exchanged(algorithm, parts, shapes.received)
+    received = _wire.read(request.file or b"", partial(files.load_arrays, like=like))
+    params = leaves.join(received["params"], parts.frozen)
+    own = params if algorithm.model is None else leaves.trained(algorithm.model, params)
+    start = received.get("start", own)
+    update = summarize_received(algorithm, params, start, data, key=key)
+    _check_finite(update, ())
+    return _reply(client, update, request, float("nan"))

@@ -1,0 +1,287 @@
+"""Flower's strategy of an algorithm: the messages of a round, and the merge of the replies."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+
+from fisherjax import files
+from fisherjax._stacked import shapes_of_one
+from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.flower import _received, _wire
+from fisherjax.flower._grid import Reply, Streaming, replies
+from fisherjax.flower._state import (
+    Report,
+    ServerState,
+    Setup,
+    digest,
+    download,
+    exchanged,
+    key_fields,
+    parts_of,
+)
+from fisherjax.merging.exchanges import message_shapes, start_message
+from fisherjax.rounds._one_round import draw_cohort
+from fisherjax.typing import Key
+
+_POLL = 0.5  # seconds between two looks for clients
+
+
+class Strategy(FlowerStrategy):
+    """Flower's strategy of an algorithm, as the function `strategy` makes it.
+
+    Run it by its own `run`, or by Flower's `start` in a ServerApp of your own. Both merge replies
+    while they come: for an algorithm with a `reduce`, memory holds one upload and the sums.
+
+    Attributes:
+        state: State after the last round.
+    """
+
+    def __init__(self, setup: Setup, state: ServerState) -> None:
+        self._setup = setup
+        self.state = state
+        self._frozen = digest(parts_of(setup.experiment, state.params, setup.example).frozen)
+        self._places: dict[int, int] = {}  # number of the client of each node that was ever seen
+        self._asked: dict[int, int] = {}  # the same, of the nodes that were asked in this round
+        self._left_out: dict[int | str, str] = {}
+
+    def run(
+        self,
+        grid: Grid,
+        rounds: int = 1,
+        after: Callable[[ServerState, Report], None] | None = None,
+    ) -> None:
+        """Run rounds until the state has this number, and then the exchanges.
+
+        Args:
+            grid: Flower's grid, or `InProcess`.
+            rounds: Number of rounds of the whole run; those that the state has done already count.
+            after: Function that is called with the state and the record after each round and each
+                exchange, for example to save the state.
+
+        Raises:
+            RuntimeError: If no client's upload was ever merged, so that the model is the first one.
+            ValueError: If an exchange fails.
+        """
+        while self.state.number < rounds:
+            messages = self._messages(grid)
+            report = self._merge(replies(grid, messages, self._setup.terms.timeout))
+            if after is not None:
+                after(self.state, report)
+        if rounds > 0 and np.max(self.state.accepted) < 0:
+            raise RuntimeError(
+                f"No round of {rounds} succeeded, and the model is still the first one. The "
+                f"reasons of the last round: {self._left_out}"
+            )
+        for which in range(len(self._setup.exchanges)):
+            report = self.exchange(grid, which)
+            if after is not None:
+                after(self.state, report)
+
+    def exchange(self, grid: Grid, which: int = 0) -> Report:
+        """Run an exchange without training among all clients that are connected.
+
+        Its key is the run's, folded by the number of the state. The model of the state becomes the
+        merged one.
+
+        Args:
+            grid: Flower's grid, or `InProcess`.
+            which: Place of the exchange in `exchanges`.
+
+        Returns:
+            The record of the last message, whose `number` is that of the rounds before.
+
+        Raises:
+            ValueError: If fewer sound replies than `min_replies` come, or the merged model is not
+                finite.
+        """
+        setup, terms = self._setup, self._setup.terms
+        key = jax.random.fold_in(setup.key, self.state.number)
+        sequence, params, kept, report = setup.exchanges[which], self.state.params, None, None
+        shapes, self._left_out = message_shapes(sequence, params, setup.example), {}
+        for step, algorithm in enumerate(sequence):
+            start, kept = start_message(algorithm, params, kept, setup.num_clients)
+            parts = parts_of(setup.experiment, params, setup.example)
+            sent = exchanged(algorithm, parts, start)
+            about = {"exchange": which, "message": step} | self._common(algorithm, key)
+            content = _wire.content(about, _wire.written(partial(files.save_arrays, tree=sent)))
+            self._asked = self._connected(grid)
+            asked = [Message(content, x, _wire.EXCHANGE, ttl=terms.timeout) for x in self._asked]
+            request = self._request(algorithm, shapes_of_one(shapes[step].sent))
+            arriving = replies(grid, asked, terms.timeout)
+            found = _received.merge(request, params, arriving, kept, key)
+            params, kept, report = found.params, found.state, self._report(found)
+        assert report is not None  # a sequence has a message
+        self.state = self.state._replace(params=params)
+        return report
+
+    def start(self, grid: Grid, *args: Any, **kwargs: Any) -> Result:
+        """Run Flower's own loop, whose arguments these are.
+
+        The initial arrays, if any, are those that `arrays` returned; the default is the model of
+        the state.
+        """
+        given = args[0] if args else kwargs.pop("initial_arrays", None)
+        if given is not None:
+            like = partial(files.load_arrays, like=self.state.params)
+            params = jax.tree.map(jnp.asarray, _wire.read(_wire.file_of(given), like))
+            self.state = self.state._replace(params=params)
+        return super().start(Streaming(grid), self.arrays(), *args[1:], **kwargs)
+
+    def arrays(self) -> ArrayRecord:
+        """Return the model of the state as Flower's record, a file of arrays by leaf name."""
+        params = self.state.params
+        return _wire.file_record(_wire.written(partial(files.save_arrays, tree=params)))
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages of a round; the model is that of the state."""
+        del server_round, arrays, config
+        return self._messages(grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Merge the replies of a round; return the model and the mean training loss."""
+        del server_round
+        report = self._merge(self._with_missing(replies))
+        if not report.clients:
+            return None, None
+        return self.arrays(), MetricRecord({"train-loss": report.loss})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return no messages."""
+        del server_round, arrays, config, grid
+        return []
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return no metrics."""
+        del server_round, replies
+
+    def summary(self) -> None:
+        """Do nothing: Flower's loop logs what it runs."""
+
+    def _connected(self, grid: Grid) -> dict[int, int]:
+        """Return the client of each connected node. New nodes are asked which client they are."""
+        setup, terms, started = self._setup, self._setup.terms, time.monotonic()
+        wanted = terms.min_replies if self._places else setup.num_clients
+        while len(nodes := list(grid.get_node_ids())) < wanted:
+            if time.monotonic() - started >= terms.connect:
+                break
+            time.sleep(_POLL)
+        about = {"kind": setup.experiment.algorithm.kind}
+        new = [node for node in nodes if node not in self._places]
+        how = {"ttl": terms.timeout}
+        asked = [Message(_wire.content(about), node, _wire.HELLO, **how) for node in new]
+        for node, message in replies(grid, asked, terms.timeout):
+            try:
+                place = _wire.field(_received.checked_content(message)[0], "partition-id", int)
+                self._check_place(place, nodes)
+                self._places[node] = place
+            except ValueError as error:
+                warnings.warn(f"Node {node} does not take part: {error}", stacklevel=2)
+        return {node: place for node, place in self._places.items() if node in nodes}
+
+    def _check_place(self, place: int, nodes: list[int]) -> None:
+        most = self._setup.num_clients - 1
+        if not 0 <= place <= most:
+            raise ValueError(f"its partition-id is {place}; expected 0 to {most}")
+        twins = [node for node, other in self._places.items() if other == place]
+        if any(node in nodes for node in twins):
+            raise ValueError(
+                f"its partition-id is {place}, as that of node {twins[0]}; expected one of its own"
+            )
+        # A node that left and came back has another number.
+        for node in twins:
+            del self._places[node]
+
+    def _common(self, algorithm: Algorithm, key: Key) -> dict[str, Any]:
+        """Return what every message of a round says."""
+        own = {"kind": algorithm.kind, "round": self.state.number, "frozen": self._frozen}
+        return own | key_fields(key, algorithm)
+
+    def _request(self, algorithm: Algorithm, expected: Update) -> _received.Request:
+        number, terms = self.state.number, self._setup.terms
+        return _received.Request(algorithm, expected, number, self._asked, terms, self._left_out)
+
+    def _messages(self, grid: Grid) -> list[Message]:
+        """Draw the cohort of a round, and return the messages to its clients."""
+        setup, state = self._setup, self.state
+        algorithm = setup.experiment.algorithm
+        key = jax.random.fold_in(setup.key, state.number)
+        nodes = {place: node for node, place in self._connected(grid).items()}
+        cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort)).tolist()
+        self._asked = {nodes[place]: place for place in cohort if place in nodes}
+        self._left_out = {}
+        request = self._request(algorithm, setup.expected)
+        for place in cohort:
+            if place not in nodes:
+                request.leave_out(place, ValueError("it is not connected"))
+        parts = parts_of(setup.experiment, state.params, setup.example)
+        about = {"num-clients": setup.num_clients} | self._common(algorithm, key)
+        messages, file = [], None
+        for node, place in self._asked.items():
+            if file is None or algorithm.link.personal:
+                sent = download(setup.experiment, parts, state.algorithm, place)
+                file = _wire.written(partial(files.save_arrays, tree=sent))
+            own = about | {"accepted": int(state.accepted[place])}
+            how = {"ttl": setup.terms.timeout}
+            messages.append(Message(_wire.content(own, file), node, _wire.TRAIN, **how))
+        return messages
+
+    def _with_missing(self, arriving: Iterable[Message]) -> Iterable[Reply]:
+        """Yield the replies of Flower's loop, and at the end the nodes that did not reply."""
+        waiting = dict(self._asked)
+        for message in arriving:
+            # A reply that Flower lost has no node of ours, which is found among the missing.
+            node = message.metadata.src_node_id
+            if waiting.pop(node, None) is not None:
+                yield Reply(node, message)
+        yield from (Reply(node, None) for node in waiting)
+
+    def _merge(self, arriving: Iterable[Reply]) -> Report:
+        """Merge the replies of a round into the state; a round that fails only counts."""
+        setup, state = self._setup, self.state
+        algorithm = setup.experiment.algorithm
+        key = jax.random.fold_in(setup.key, state.number)
+        request = self._request(algorithm, setup.expected)
+        try:
+            found = _received.merge(request, state.params, arriving, state.algorithm, key)
+        except ValueError as error:
+            warnings.warn(f"Round {state.number} changes nothing: {error}", stacklevel=3)
+            # A round that failed is counted too: the next one must draw another cohort.
+            self.state = state._replace(number=state.number + 1)
+            left_out: Mapping[int | str, str] = self._left_out | {"round": str(error)}
+            return Report(state.number, (), (), float("nan"), dict(left_out), ())
+        accepted = np.array(state.accepted)
+        accepted[[each.place for each in found.arrived]] = state.number
+        # Sums are wider than the state.
+        kept = jax.tree.map(_as_before, found.state, state.algorithm)
+        self.state = ServerState(state.number + 1, found.params, kept, accepted)
+        return self._report(found)._replace(number=state.number)
+
+    def _report(self, found: _received.Merged) -> Report:
+        """Return the record of what was merged."""
+        places, weights, losses = zip(
+            *((each.place, each.weight, each.loss) for each in found.arrived), strict=True
+        )
+        loss, left_out = float(np.average(losses, weights=weights)), dict(self._left_out)
+        return Report(self.state.number, places, weights, loss, left_out, found.info)
+
+
+def _as_before(new: Any, old: Any) -> Any:
+    return jnp.asarray(new, jnp.result_type(old))

@@ -1,0 +1,195 @@
+"""The commands of a federation on Flower refuse what cannot run, and end what they start."""
+
+import math
+import os
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.flower import __main__ as flower
+from experiments.flower import keys, processes, proxy, report, submit, supernodes
+from experiments.flower.load.app import task as load
+from experiments.flower.load.report import quotient
+
+COMPOSE = Path(submit.APP).with_name("compose.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("keys DIR --nodes 0", "--nodes is 0, expected 1 or more"),
+        ("superlink", "expected either --keys DIR"),
+        ("superlink --insecure --port 70000", "--port is 70000, expected 1 to 65535"),
+        ("superlink --insecure --keys DIR", "expected either --keys DIR"),
+        ("supernodes --keys DIR", "has no ca.crt: python -m experiments.flower keys"),
+        ("supernodes --insecure --superlink here", "--superlink is here, expected HOST:PORT"),
+        ("supernodes --insecure --superlink 127.0.0.1:1", "nothing answers at --superlink"),
+        ("run --insecure --superlink 127.0.0.1:1 --out DIR/run", "nothing answers at --superlink"),
+        ("run --insecure --min-replies 3", "--min-replies is 3, expected 1 to the 2 clients"),
+        ("run --insecure --rounds 0", "--rounds is 0, expected 1 or more"),
+        ("run --insecure --method fedavgg", "did you mean 'fedavg'"),
+        ("run --insecure --dataset digit", "did you mean 'digits'"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, words, said):
+    assert flower.main(words.replace("DIR", str(tmp_path)).split()) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
+    assert flower.main(["start"]) == 2
+    assert "expected one of keys, superlink, supernodes, run" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port is {port}, which cannot be used"):
+            processes.check_free("127.0.0.1", port)
+    processes.check_free("127.0.0.1", port)
+
+
+def test_the_superlink_is_verified_by_its_authority_alone_and_secrets_are_the_owners(tmp_path):
+    x509 = pytest.importorskip("cryptography.x509")
+    assert keys.main([str(tmp_path / "own"), "--hosts", "server.example", "10.0.0.7"]) == 0
+    assert keys.main([str(tmp_path / "others")]) == 0
+    read = x509.load_pem_x509_certificate
+    own, others = (read((tmp_path / n / keys.CA).read_bytes()) for n in ("own", "others"))
+    server = read((tmp_path / "own" / keys.CERTIFICATE).read_bytes())
+    server.verify_directly_issued_by(own)
+    with pytest.raises(pytest.importorskip("cryptography.exceptions").InvalidSignature):
+        server.verify_directly_issued_by(others)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert {"localhost", "server.example"} == set(names.get_values_for_type(x509.DNSName))
+    assert {"127.0.0.1", "::1", "10.0.0.7"} == {
+        str(address) for address in names.get_values_for_type(x509.IPAddress)
+    }
+    for path in (tmp_path / "own").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not list(tmp_path.glob("*/ca.key"))
+
+
+def test_further_nodes_get_keys_and_the_others_keep_theirs(tmp_path, capsys):
+    pytest.importorskip("cryptography")
+    assert keys.main([str(tmp_path), "--nodes", "1"]) == 0
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert keys.main([str(tmp_path), "--nodes", "2"]) == 0
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert after.keys() - before.keys() == {"node-1.pem", "node-1.pub"}
+    assert before.items() <= after.items()
+    assert after["node-0.pub"] != after["node-1.pub"]
+    assert keys.main([str(tmp_path), "--hosts", "other.example"]) == 1
+    assert "choose another folder" in capsys.readouterr().err
+
+
+def test_a_program_ends_with_all_that_it_started_also_in_sessions_of_their_own():
+    child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {!r}], "
+    child += "start_new_session=True); time.sleep(60)"
+    # The grandchild ignores the signal to end.
+    grandchild = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    )
+    process = processes.start([sys.executable, "-c", child.format(grandchild)], os.environ)
+    limit = time.monotonic() + 20
+    while not (started := processes.descendants(process.pid)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert started
+    processes.end(process, grace=0.5)
+    assert process.returncode is not None
+    limit = time.monotonic() + 20
+    while started & processes.alive() and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert not started & processes.alive()
+
+
+def test_a_proxy_counts_what_passes_and_cuts():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        proxy.Proxy("127.0.0.1", server.getsockname()[1]) as between,
+    ):
+        with socket.create_connection(("127.0.0.1", between.port), 10) as client:
+            far, _ = server.accept()
+            client.sendall(b"a" * 100_000)
+            far.sendall(b"b" * 7)
+            assert len(far.recv(100_000, socket.MSG_WAITALL)) == 100_000
+            assert client.recv(7, socket.MSG_WAITALL) == b"b" * 7
+            assert between.traffic() == proxy.Traffic(down=7, up=100_000)
+            between.cut()
+            assert far.recv(1) == client.recv(1) == b""
+            far.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", between.port), 10)
+        between.mend()
+        with socket.create_connection(("127.0.0.1", between.port), 10) as client:
+            far, _ = server.accept()
+            client.sendall(b"c")
+            assert far.recv(1) == b"c"
+            far.close()
+
+
+def test_options_of_the_run_are_those_of_the_app():
+    import tomllib
+
+    project = tomllib.loads((submit.APP / "pyproject.toml").read_text())
+    defaults = project["tool"]["flwr"]["app"]["config"]
+    asked = submit.app_config(submit.Config(insecure=True))
+    assert asked.keys() == defaults.keys()
+    assert {n: x for n, x in asked.items() if n != "folder"} == {
+        n: x for n, x in defaults.items() if n != "folder"
+    }
+
+
+def test_nodes_say_which_client_they_are_and_share_no_port(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "program", lambda name: name)
+    asked = supernodes.Config(insecure=True, first=3, folder=tmp_path, node_config=("a=1",))
+    three, four = (supernodes.flower_command(asked, node) for node in (3, 4))
+    assert "partition-id=3" in three[-1]
+    assert three[-1].endswith(" a=1")
+    assert three[three.index("--port") + 1] != four[four.index("--port") + 1]
+    secure = supernodes.flower_command(supernodes.Config(keys=tmp_path, folder=tmp_path), 1)
+    assert "--insecure" not in secure
+    assert secure[secure.index("--auth-supernode-private-key") + 1].endswith("node-1.pem")
+
+
+def test_rounds_that_were_saved_become_rows():
+    saved = {"round": 0, "clients": 2, "left_out": {"1": "late"}, "accuracy": 0.9, "import": 1.0}
+    row = report.row_of(saved)
+    assert (row.round, row.clients, row.left_out, row.imports) == (1, 2, 1, 1.0)
+    assert math.isnan(row.work)
+
+
+@pytest.mark.parametrize("size", [0.35, 3.5, 20])
+def test_the_network_of_the_load_has_the_size_that_was_asked_for(size):
+    first, second = load.features(size)
+    number = 64 * first + first * second + second * 10
+    assert 4e-6 * number == pytest.approx(size, rel=0.01)
+
+
+def test_the_interval_of_a_quotient_covers_the_truth_19_times_in_20():
+    random = np.random.default_rng(0)
+    pairs = (random.normal(mean, 0.3, size=(1000, 20)) for mean in (2.1, 2.0))
+    found = [quotient(x.tolist(), y.tolist()) for x, y in zip(*pairs, strict=True)]
+    covered = sum(low <= 2.1 / 2.0 <= high for low, _, high in found)
+    assert 920 < covered < 975
+
+
+def test_containers_get_the_keys_that_the_command_makes_and_options_that_exist(capsys):
+    yaml = pytest.importorskip("yaml")
+    services = yaml.safe_load(COMPOSE.read_text())["services"]
+    for name in ("node-0", "node-1"):
+        mounted = {each.split(":")[0].rpartition("/")[2] for each in services[name]["volumes"]}
+        assert {keys.CA, f"{name}.pem"} < mounted
+    for name in ("superlink", "run"):
+        words = services[name]["command"][3:]
+        with pytest.raises(SystemExit):
+            flower.main([words[0], "--help"])
+        read = capsys.readouterr().out
+        for word in words[1:]:
+            assert word.partition("=")[0] in read
