@@ -18,7 +18,7 @@ from fisherjax._divergence import finite_leaves
 from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
-from fisherjax.files.uploads import check_method
+from fisherjax.files.uploads.update import check_method
 from fisherjax.flower import _kept, _uploads, _wire
 from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
 from fisherjax.leaves import Leaves

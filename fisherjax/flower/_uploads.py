@@ -12,8 +12,8 @@ import numpy as np
 from fisherjax import algorithms, files, tree
 from fisherjax._core.compiler import eval_shape
 from fisherjax.algorithms.base import Update
-from fisherjax.files.uploads import THEN
-from fisherjax.files.values import flat
+from fisherjax.files.uploads.update import THEN
+from fisherjax.files.uploads.values import flat
 from fisherjax.fisher import Dense
 from fisherjax.flower import _wire
 from fisherjax.typing import Model
