@@ -135,8 +135,9 @@ def measured(
                 for scale, accuracies, size, seconds in found
                 for domain, accuracy in zip(domains, accuracies, strict=True)
             ]
-        mean = 100 * sum(row.accuracy for row in rows) / len(rows)
-        console.print(f"seed {seed}, {name}: {mean:.1f}  [dim]({rows[0].seconds:.0f} s)[/]")
+        plain = [100 * row.accuracy for row in rows if row.scale == rows[0].scale]
+        mean, seconds = sum(plain) / len(plain), rows[0].seconds
+        console.print(f"seed {seed}, {name}: {mean:.1f}  [dim]({seconds:.0f} s)[/]")
         yield rows
 
 
