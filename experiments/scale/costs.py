@@ -114,6 +114,18 @@ def tree(sent: Sent, known: Coefficients, devices: int) -> Tree:
     return Tree(leaves, levels, seconds)
 
 
+def of_coefficients(one: Sent, known: Coefficients) -> Table:
+    """Make the table of what was measured, with the uploads a second of one method."""
+    lines = []
+    for what, line in (("decode an upload", known.decode), ("add an upload", known.add)):
+        each = f"{1e6 * line.array:.1f} us for each array, {1e9 * line.byte:.2f} ns for each byte"
+        rate = f"{1 / line.seconds(one):,.0f} of {one.name}, {one.arrays} arrays, {_bytes(one.up)}"
+        lines.append((what, each, rate))
+    for what, rate in (("mask a number", known.masks), ("agree with a device", known.pairs)):
+        lines.append((what, _time(1 / rate), f"{rate:.3g}"))
+    return Table("One core", ("what", "core time", "a second"), lines)
+
+
 def of_methods(network: str, sizes: Sequence[Sent], known: Coefficients) -> Table:
     """Make the table of all methods: bytes, memory, and cores for each number of devices."""
     headings = ["method", "down", "up", "memory of the server"]
@@ -174,7 +186,8 @@ def failing(group: int, share: float) -> float:
 
 def report(sizes: Mapping[str, Sequence[Sent]], known: Coefficients, of: str) -> list[Table]:
     """Make all tables of networks, by name; trees and groups are those of the method `of`."""
-    made = []
+    first, *_ = (x for own in sizes.values() for x in own if x.name == of)
+    made = [of_coefficients(first, known)]
     for network, own in sizes.items():
         (one,) = (x for x in own if x.name == of)
         made.append(of_methods(network, own, known))

@@ -1,6 +1,6 @@
 """Merge client updates that arrive one after the other, on one server or on a tree of servers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +61,6 @@ def merge_stream(
     params = checks.arrays(params)
     check_algorithm(algorithm)
     key = server_key(algorithm, key)
-    _check_adds_up(algorithm)
     found = _added(algorithm, params, chunks, on_nonfinite)
     if not found.weight > 0:
         raise ValueError(f"None of the {found.seen} clients has weight: every weight is zero.")
@@ -107,7 +106,6 @@ def sum_stream(
     """
     params = checks.arrays(params)
     check_algorithm(algorithm)
-    _check_adds_up(algorithm)
     found = _added(algorithm, params, chunks, on_nonfinite, scale=1.0)
     return found.totals, found.seen
 
@@ -166,7 +164,8 @@ class _Added(NamedTuple):
     parts: Leaves
 
 
-def _check_adds_up(algorithm: Algorithm) -> None:
+def _reduce_of(algorithm: Algorithm) -> Callable[[Any, Array], Any]:
+    """Return the function that adds updates; raise if the method has none."""
     if algorithm.reduce is None:
         raise ValueError(
             "This method needs every client's update at once (its reduce is None), as FedFisher "
@@ -174,12 +173,14 @@ def _check_adds_up(algorithm: Algorithm) -> None:
             "updates add up, such as fedavg, fisher_merge, regmean or "
             "fedfisher(model, fisher=fisher.diagonal)."
         )
+    return algorithm.reduce
 
 
 def _added(
     algorithm: Algorithm, params: Params, chunks: Iterable, on_nonfinite: str, scale: float = 0.0
 ) -> _Added:
     """Add the updates of a stream, with weights over `scale`; 0 is the largest of chunk 0."""
+    reduce = _reduce_of(algorithm)
     totals, weight, seen, first, parts = None, 0.0, 0, None, None
     for number, chunk in enumerate(chunks):
         update, weights = _chunk(algorithm, chunk, number)
@@ -202,10 +203,10 @@ def _added(
         found = decode_and_screen(algorithm, parts, update, weights, on_nonfinite, first=seen)
         # The total weight is known after the last chunk, so that nothing can be normalised here.
         values, statistics = found.values
-        sums = add_up(algorithm.reduce, values, statistics, found.weights)
+        sums = add_up(reduce, values, statistics, found.weights)
         totals = sums if totals is None else _add(totals, sums)
         weight, seen = weight + float(found.weights.sum()), seen + num_clients
-    if totals is None:
+    if parts is None:
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
     return _Added(totals, weight, seen, parts)
 

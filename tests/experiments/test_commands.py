@@ -109,7 +109,7 @@ def test_the_list_has_every_command_with_the_first_line_of_its_docstring(capsys)
 
 
 def test_each_line_of_the_list_is_a_sentence_that_begins_with_a_verb_of_the_field():
-    verbs = "Attack|Compare|Draw|List|Measure|Merge|Run|Train"
+    verbs = "Attack|Compare|Compute|Draw|List|Measure|Merge|Run|Train"
     for name, told in listing.commands().items():
         assert re.fullmatch(rf"({verbs}) .*\.", told), f"{name}: {told}"
 
