@@ -152,6 +152,9 @@ def exists(name: str) -> bool:
         reduce(_inside, rest, importlib.import_module(module or "builtins"))
     except AttributeError:
         return False
+    except ModuleNotFoundError:
+        # It lies in a module whose extra is not installed.
+        return name.startswith(public.OPTIONAL)
     return True
 
 

@@ -122,6 +122,8 @@ def origin(module: str, name: str) -> tuple[str, str]:
 
 def is_module(module: str, name: str) -> bool:
     """Check whether a name in a module is a module, imported there or inside its folder."""
+    if f"{module}.{name}" in OPTIONAL:
+        return True
     return inspect.ismodule(getattr(load(module), name, None))
 
 
