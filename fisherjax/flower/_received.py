@@ -22,6 +22,9 @@ from fisherjax.merging._running_statistics import add_up
 from fisherjax.merging._server_half import decode_and_screen, split_params
 from fisherjax.typing import Key, Params
 
+# Sums of weights stay finite in float32, whatever one client claims.
+_MOST_EXAMPLES = 2.0**53
+
 
 class Request(NamedTuple):
     """What the server asked for.
@@ -99,7 +102,7 @@ def _arrived(request: Request, place: int, message: Message | None) -> Arrived:
             raise ValueError(f"the reply is of {name} {found}; expected {expected}")
     # Checked first: what it claims must be finite whatever it sends.
     examples, loss = (_wire.field(about, name, float) for name in ("examples", "loss"))
-    checks.number("examples", examples)
+    checks.number("examples", examples, below=_MOST_EXAMPLES)
     sent = _uploads.Sent(_wire.field(about, "layout", str), file or b"")
     update = _uploads.read(sent, request.expected, request.terms.limits)
     most = request.terms.max_weight

@@ -114,6 +114,7 @@ FAULTS = {
     "another client": (about(**{"partition-id": 0}), "of partition-id 0; expected 1"),
     "negative examples": (about(examples=-1.0), "examples"),
     "infinite examples": (about(examples=float("inf")), "examples"),
+    "too many examples": (about(examples=1e39), r"examples is 1e\+39"),
     "no number": (about(examples="many"), "expected a float"),
     "no loss": (about(loss=[1.0]), "expected a float"),
     "other layout": (about(layout="pickle"), "has layout 'pickle'"),
