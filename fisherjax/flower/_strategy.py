@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -265,8 +265,8 @@ class Strategy(FlowerStrategy):
             warnings.warn(f"Round {state.number} changes nothing: {error}", stacklevel=3)
             # A round that failed is counted too: the next one must draw another cohort.
             self.state = state._replace(number=state.number + 1)
-            left_out: Mapping[int | str, str] = self._left_out | {"round": str(error)}
-            return Report(state.number, (), (), float("nan"), dict(left_out), ())
+            self._left_out["round"] = str(error)
+            return Report(state.number, (), (), float("nan"), dict(self._left_out), ())
         accepted = np.array(state.accepted)
         accepted[[each.place for each in found.arrived]] = state.number
         # Sums are wider than the state.
