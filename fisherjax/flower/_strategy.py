@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -212,7 +213,9 @@ class Strategy(FlowerStrategy):
     def _common(self, algorithm: Algorithm, key: Key) -> dict[str, Any]:
         """Return what every message of a round says."""
         own = {"kind": algorithm.kind, "round": self.state.number, "frozen": self._frozen}
-        return own | key_fields(key, algorithm)
+        # A round and an exchange of one number have one key: if either draws noise, it is secret.
+        every = (self._setup.experiment.algorithm, *chain(*self._setup.exchanges))
+        return own | key_fields(key, any(each.link.draws for each in every))
 
     def _request(self, algorithm: Algorithm, expected: Update) -> _received.Request:
         number, terms = self.state.number, self._setup.terms
