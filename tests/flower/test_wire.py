@@ -154,6 +154,22 @@ def test_the_key_of_noise_stays_with_the_server(flower, world, over_flower):
         assert bool(secret & set(sent)) == is_sent
 
 
+def test_another_message_of_the_same_round_draws_other_noise(flower, world):
+    """A server that asks twice with one number must not find the noise by subtraction."""
+    from fisherjax.flower import _client
+
+    client = _client.Client(None, None, None, (), None, fj.privacy.system_key(), None)
+    message = {"round": 0, "accepted": -1}
+    asked = [(message, b"a"), (message, b"a"), (message, b"b"), (message | {"accepted": 0}, b"a")]
+    keys = [
+        jax.random.key_data(_client._key(client, _client.Request(about, file, 0, None, None)))
+        for about, file in asked
+    ]
+    once, again, *others = (tuple(np.asarray(key).tolist()) for key in keys)
+    assert once == again  # a reply that is lost is computed again
+    assert len({once, *others}) == 3
+
+
 def test_every_kind_of_update_keeps_its_structure(flower, world):
     """Names in files are sorted otherwise than nested names: leaves find their places."""
     from fisherjax.flower import _uploads
