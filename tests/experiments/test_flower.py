@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from experiments.flower import __main__ as flower
 from experiments.flower import keys, processes, proxy, report, submit, supernodes
 from experiments.flower.load.app import task as load
 from experiments.flower.load.report import quotient
+from experiments.harness import folders, records
 
 COMPOSE = Path(submit.APP).with_name("compose.yaml")
 
@@ -165,6 +167,17 @@ def test_rounds_that_were_saved_become_rows():
     row = report.row_of(saved)
     assert (row.round, row.clients, row.left_out, row.imports) == (1, 2, 1, 1.0)
     assert math.isnan(row.work)
+
+
+def test_rows_without_the_model_are_no_finished_run(tmp_path, capsys):
+    """The server writes the rows of a round first, and may be killed before the rest."""
+    asked = submit.Config(insecure=True, rounds=1, out=tmp_path)
+    folders.begin(asked, submit.PROGRAM, Console(), "")
+    row = report.row_of({"round": 0, "clients": 2, "left_out": {}, "accuracy": 0.9})
+    records.write_rows(tmp_path / records.RESULTS, [row], report.Round._fields)
+    words = ["run", "--insecure", "--rounds", "1", "--out", str(tmp_path)]
+    assert flower.main([*words, "--superlink", "127.0.0.1:1"]) == 1
+    assert "nothing answers at --superlink" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [0.35, 3.5, 20])
