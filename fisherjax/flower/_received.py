@@ -86,16 +86,20 @@ def sound(request: Request, replies: Iterable[Reply]) -> Iterator[Arrived]:
         yield arrived
 
 
-def checked_content(message: Message | None) -> tuple[dict[str, Any], bytes | None]:
+def checked_content(
+    message: Message | Exception | None,
+) -> tuple[dict[str, Any], bytes | None]:
     """Return the description and the file of a reply; raise ValueError if it has none."""
     if message is None:
         raise ValueError("it did not reply in time")
+    if isinstance(message, Exception):
+        raise ValueError(f"its reply is no message of Flower: {message!r:.1000}")
     if message.has_error():
         raise ValueError(f"it failed: {str(message.error.reason)[:1000]}")
     return _wire.opened(message.content)
 
 
-def _arrived(request: Request, place: int, message: Message | None) -> Arrived:
+def _arrived(request: Request, place: int, message: Message | Exception | None) -> Arrived:
     about, file = checked_content(message)
     for name, expected in (("partition-id", place), ("round", request.number)):
         if (found := _wire.field(about, name, int)) != expected:

@@ -101,6 +101,13 @@ def failed(reply):
     return Message(Error(2, "the disk is full"), reply_to=reply)
 
 
+def unreadable(reply):
+    """Let Flower read a reply whose bytes are none, as it does when it is pulled."""
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    return inflate_object_from_contents("reply", {"reply": b"RecordDict 0\0" + bytes(9)})
+
+
 FAULTS = {
     "not finite": (scaled(np.nan), "not finite"),
     "other shapes": (smaller, r"another network: .*float32\[.*expected float32"),
@@ -119,6 +126,7 @@ FAULTS = {
     "no loss": (about(loss=[1.0]), "expected a float"),
     "other layout": (about(layout="pickle"), "has layout 'pickle'"),
     "other format": (about(format=2), "same version"),
+    "unreadable": (unreadable, "no message of Flower"),
     "failed": (failed, "the disk is full"),
 }
 
