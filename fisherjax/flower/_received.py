@@ -15,6 +15,7 @@ from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.files._shown import shown
 from fisherjax.flower import _uploads, _wire
 from fisherjax.flower._grid import Reply
 from fisherjax.flower._state import Terms
@@ -49,7 +50,7 @@ class Request(NamedTuple):
         """Note that a client is left out, and warn of it."""
         # An error of ours says what is wrong; of others the type tells.
         known = isinstance(reason, ValueError | TypeError)
-        self.left_out[place] = str(reason) if known else repr(reason)
+        self.left_out[place] = shown(reason if known else repr(reason))
         warnings.warn(
             f"Client {place} is left out of round {self.number}: {self.left_out[place]}",
             stacklevel=3,

@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fisherjax import files
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.files._shown import shown
 from fisherjax.flower import _received, _wire
 from fisherjax.flower._grid import Reply, Streaming, replies
 from fisherjax.flower._state import (
@@ -194,7 +195,7 @@ class Strategy(FlowerStrategy):
                 self._check_place(place, nodes)
                 self._places[node] = place
             except ValueError as error:
-                warnings.warn(f"Node {node} does not take part: {error}", stacklevel=2)
+                warnings.warn(f"Node {node} does not take part: {shown(error)}", stacklevel=2)
         return {node: place for node, place in self._places.items() if node in nodes}
 
     def _check_place(self, place: int, nodes: list[int]) -> None:

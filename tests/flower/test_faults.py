@@ -98,7 +98,7 @@ def flipped(reply):
 def failed(reply):
     from flwr.app import Error, Message
 
-    return Message(Error(2, "the disk is full"), reply_to=reply)
+    return Message(Error(2, "the disk is full\n\x1b[2J"), reply_to=reply)
 
 
 def unreadable(reply):
@@ -127,7 +127,7 @@ FAULTS = {
     "other layout": (about(layout="pickle"), "has layout 'pickle'"),
     "other format": (about(format=2), "same version"),
     "unreadable": (unreadable, "no message of Flower"),
-    "failed": (failed, "the disk is full"),
+    "failed": (failed, r"the disk is full\\n\\x1b"),  # no lines and no escapes of its own
 }
 
 
