@@ -95,6 +95,7 @@ def strategy(
     cohort = checks.count("cohort", num_clients if cohort is None else cohort, most=num_clients)
     terms = Terms() if terms is None else terms
     check_terms(terms)
+    checks.count("min_replies", terms.min_replies, most=cohort)
     sequences = tuple(map(as_sequence, exchanges))
     for each in (algorithm, *chain(*sequences)):
         key = server_key(each, key)

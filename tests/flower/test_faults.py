@@ -264,6 +264,7 @@ def test_bad_input_is_refused_where_it_is_given(flower, world: World):
         (AVERAGE, {"cohort": 3}, "cohort is 3"),
         (AVERAGE, {"num_clients": 0}, "num_clients is 0"),
         (AVERAGE, {"terms": flower.Terms(min_replies=0)}, "min_replies is 0"),
+        (AVERAGE, {"terms": flower.Terms(min_replies=3)}, "min_replies is 3"),
         (AVERAGE, {"terms": flower.Terms(timeout=-1.0)}, "timeout is -1"),
         (AVERAGE, {"example": (world.inputs[:1, :2], world.targets[:1])}, "."),
     ]
