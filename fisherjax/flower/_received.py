@@ -13,6 +13,7 @@ from flwr.app import Message
 from fisherjax import merging
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._divergence import finite_leaves
 from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.files._shown import shown
@@ -191,6 +192,9 @@ def _merge_sums(
             continue
         values, statistics = found.values
         sums = add_up(algorithm.reduce, values, statistics, found.weights)
+        if not finite_leaves(sums).all():
+            request.leave_out(each.place, ValueError("its numbers are too large to be summed"))
+            continue
         total = sums if total is None else _add(total, sums)
         arrived.append(each._replace(update=None))
     _check_number(request, arrived)

@@ -110,6 +110,7 @@ def unreadable(reply):
 
 FAULTS = {
     "not finite": (scaled(np.nan), "not finite"),
+    "huge": (scaled(1e38), "too large to be summed"),
     "other shapes": (smaller, r"another network: .*float32\[.*expected float32"),
     "other names": (renamed, "another network"),
     "garbage": (lambda reply: with_file(reply, bytes(range(256)) * 9), "damaged|not a"),
