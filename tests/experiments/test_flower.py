@@ -169,6 +169,17 @@ def test_rounds_that_were_saved_become_rows():
     assert math.isnan(row.work)
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e308])
+def test_seconds_that_cannot_be_are_not_reported(monkeypatch, seconds):
+    """Means of two such clients fail, and the server with them."""
+    record = pytest.importorskip("flwr.app").MetricRecord
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app.metered import _measured
+
+    assert not _measured(record({"start": 1.0, "work": seconds}))
+    assert _measured(record({"start": 1.0, "work": 2}))
+
+
 def test_rows_without_the_model_are_no_finished_run(tmp_path, capsys):
     """The server writes the rows of a round first, and may be killed before the rest."""
     asked = submit.Config(insecure=True, rounds=1, out=tmp_path)
