@@ -58,6 +58,11 @@ def test_a_port_in_use_is_refused():
     processes.check_free("127.0.0.1", port)
 
 
+@pytest.mark.skipif(not Path("/proc/sys/net/ipv6").exists(), reason="needs IPv6")
+def test_a_port_of_ipv6_is_found_free():
+    processes.check_free("::", 0)
+
+
 def test_the_superlink_is_verified_by_its_authority_alone_and_secrets_are_the_owners(tmp_path):
     x509 = pytest.importorskip("cryptography.x509")
     assert keys.main([str(tmp_path / "own"), "--hosts", "server.example", "10.0.0.7"]) == 0
