@@ -21,7 +21,7 @@ _UNREADABLE = (
 
 
 class Reply(NamedTuple):
-    """A reply of a node, the error with which it could not be read, or None if none came in time."""
+    """A reply of a node, the error of one that cannot be read, or None if none came in time."""
 
     node: int
     message: Message | Exception | None

@@ -179,7 +179,7 @@ def test_too_few_replies_change_nothing_but_the_number(flower, world, over_flowe
     grid = tampered(about(layout="pickle"))(client, CLIENTS)
     with (
         warned("Round 0 changes nothing: there are 2 sound uploads"),
-        pytest.raises(RuntimeError, match="No round of 1 succeeded.*there are 2 sound uploads"),
+        pytest.raises(RuntimeError, match=r"No round of 1 succeeded.*there are 2 sound uploads"),
     ):
         server.run(grid, 1, lambda state, report: reports.append((state, report)))
     [(state, report)] = reports
