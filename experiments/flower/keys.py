@@ -44,6 +44,10 @@ def private(folder: Path, node: int) -> Path:
     return folder / f"node-{node}.pem"
 
 
+def _public(folder: Path, node: int) -> Path:
+    return private(folder, node).with_suffix(".pub")
+
+
 def public(folder: Path) -> list[Path]:
     """Return the public keys of all nodes."""
     return sorted(folder.glob("node-*.pub"))
@@ -64,7 +68,8 @@ def main(asked: Config, console: Console) -> None:
             f"{asked.folder} has a certificate, and the key that signed it was not kept: choose "
             "another folder for --hosts"
         )
-    made = [n for n in range(asked.nodes) if not private(asked.folder, n).exists()]
+    # The public key tells: the private one may have been moved to its node.
+    made = [n for n in range(asked.nodes) if not _public(asked.folder, n).exists()]
     for node in made:
         _write_node(asked.folder, node)
     console.print(
@@ -166,8 +171,9 @@ def _write_node(folder: Path, node: int) -> None:
 
     key = _new_key()
     how = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    _write(private(folder, node).with_suffix(".pub"), key.public_key().public_bytes(*how))
     _write(private(folder, node), _private(key, "OpenSSH"))
+    # The last one, by which a second call sees that both are there.
+    _write(_public(folder, node), key.public_key().public_bytes(*how))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -118,15 +118,16 @@ def _listed() -> list[tuple[int, int, str]]:
 
 def check_free(host: str, port: int) -> None:
     """Refuse an address on which something listens already."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ValueError(
-                f"--port is {port}, which cannot be used at {host} ({error.strerror}): choose "
-                "another port, or end the program that has it"
-            ) from error
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"--port is {port}, which cannot be used at {host} ({error.strerror}): choose "
+            "another port, or end the program that has it"
+        ) from error
 
 
 def wait_for(host: str, port: int, process: subprocess.Popen, seconds: float = 120.0) -> None:

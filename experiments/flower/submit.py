@@ -91,7 +91,7 @@ def _check(asked: Config) -> None:
 def main(asked: Config, console: Console) -> None:
     with records.folder(asked.out):
         asked, rows = folders.resume(asked, Config(), Round._fields, Round)
-        if len(rows) < asked.rounds:
+        if len(rows) < asked.rounds or not (asked.out / report.MODEL).exists():
             folders.begin(asked, PROGRAM, console, f"{len(rows)} rounds are done" if rows else "")
             processes.check_reachable(asked.superlink)
             _execute(asked, console)
@@ -117,6 +117,8 @@ def _execute(asked: Config, console: Console) -> None:
     Raises:
         ValueError: If the run failed.
     """
+    # The server writes it in the end; one of fewer rounds must not pass for it.
+    (asked.out / report.MODEL).unlink(missing_ok=True)
     environment = links.connection(asked.out / "flwr", asked.superlink, asked)
     options = asked.out / "flwr" / "run.toml"
     # A string of JSON is one of TOML.

@@ -56,7 +56,7 @@ def main(asked: Config, console: Console) -> None:
         reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(asked.host, asked.host)
         processes.wait_for(reached, asked.port, process)
         if asked.keys is not None:
-            address = f"{reached}:{asked.port}"
+            address = f"[{reached}]:{asked.port}" if ":" in reached else f"{reached}:{asked.port}"
             _register(asked, links.connection(asked.folder / "cli", address, asked), console)
         console.print(f"The superlink listens on {asked.host}:{asked.port}.")
         raise ValueError(f"the superlink ended with status {process.wait()}; its output says why")

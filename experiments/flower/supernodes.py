@@ -71,8 +71,8 @@ def main(asked: Config, console: Console) -> None:
     for node in nodes if asked.keys is not None else ():
         if not keys.private(asked.keys, node).exists():
             raise ValueError(
-                f"--keys {asked.keys} has no key of node {node}: python -m experiments.flower keys "
-                f"{asked.keys} --nodes {node + 1}"
+                f"--keys {asked.keys} has no {keys.private(asked.keys, node).name}: copy it here, "
+                f"or make it with python -m experiments.flower keys {asked.keys} --nodes {node + 1}"
             )
     with contextlib.ExitStack() as stack:
         started = []

@@ -1,12 +1,14 @@
 """The client's side: Flower's ClientApp of an algorithm."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -95,8 +97,9 @@ def client_app(
         folder: Folder for what the client keeps from round to round, such as SCAFFOLD's control or
             FedPer's head, in a file that is written atomically (default: Flower's context, which is
             lost when the node ends).
-        key: Secret key of the client, folded by round (default: the key that the server sends).
-            Training that draws noise, as of `privacy.dp_sgd`, requires one.
+        key: Secret key of the client, folded by each message, so that other messages draw other
+            noise (default: the key that the server sends). Training that draws noise, as of
+            `privacy.dp_sgd`, requires one.
         method: Name in `algorithms.METHODS` for which uploads are made, see `files.save_update`
             (default: found by what is sent; where nothing fits, uploads are arrays by leaf name).
 
@@ -187,9 +190,14 @@ def _parts(client: Client, request: Request) -> Leaves:
     return parts
 
 
-def _key(client: Client, about: Mapping[str, Any]) -> Key:
+def _key(client: Client, request: Request) -> Key:
+    about = request.about
     if client.key is not None:
-        return jax.random.fold_in(client.key, _wire.field(about, "round", int))
+        # Folded by all that the server sent, which it may send anew with the number of an earlier
+        # round: noise that was drawn twice would cancel in the difference of the replies.
+        sent = hashlib.sha256(repr(sorted(about.items())).encode() + (request.file or b""))
+        words = np.frombuffer(sent.digest(), np.uint32)
+        return reduce(jax.random.fold_in, words, client.key)
     return key_of(_wire.field(about, "key", bytes), _wire.field(about, "key-kind", str))
 
 
@@ -200,7 +208,7 @@ def _train(client: Client, request: Request) -> RecordDict:
     _check_same_algorithm(algorithm, about)
     parts = _parts(client, request)
     number, accepted = (_wire.field(about, name, int) for name in ("round", "accepted"))
-    key = _key(client, about)
+    key = _key(client, request)
     first = experiment.init(client.params, data)
     experiment.check(first, data, key)
     like = download_shapes(experiment, parts, _wire.field(about, "num-clients", int))
@@ -261,7 +269,7 @@ def _exchange(client: Client, request: Request) -> RecordDict:
             "know; expected the same `exchanges` on both sides."
         )
     sequence = client.exchanges[which]
-    algorithm, key = sequence[step], _key(client, about)
+    algorithm, key = sequence[step], _key(client, request)
     _check_same_algorithm(algorithm, about)
     shapes = message_shapes(sequence, client.params, data)[step]
     parts = _parts(client, request)

@@ -7,15 +7,24 @@ from typing import Any, NamedTuple
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
+from google.protobuf.message import DecodeError
 
 _POLL = 0.5  # seconds between two looks for replies
 
 
+_UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError),
+    *(DecodeError, UnexpectedObjectContentError),
+)
+"""What Flower raises for the bytes of a reply that are no message."""
+
+
 class Reply(NamedTuple):
-    """A reply, or None if none came in time, of a node."""
+    """A reply of a node, the error of one that cannot be read, or None if none came in time."""
 
     node: int
-    message: Message | None
+    message: Message | Exception | None
 
 
 def replies(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator[Reply]:
@@ -36,7 +45,7 @@ def replies(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator
         found = False
         for name in list(waiting):
             # One at a time: what has arrived stays with Flower until it is needed.
-            for message in grid.pull_messages([name]):
+            for message in _pulled(grid, name):
                 found = True
                 yield Reply(waiting.pop(name), message)
         if time.monotonic() >= end:
@@ -45,6 +54,14 @@ def replies(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator
             time.sleep(min(_POLL, max(0.0, end - time.monotonic())))
     for node in (*missing, *waiting.values()):
         yield Reply(node, None)
+
+
+def _pulled(grid: Grid, name: str) -> Iterable[Message | Exception]:
+    try:
+        return grid.pull_messages([name])
+    # One client's garbage is no reason to lose the others' replies.
+    except _UNREADABLE as error:
+        return [error]
 
 
 class Streaming(Grid):
@@ -58,7 +75,9 @@ class Streaming(Grid):
     ) -> Iterator[Message]:
         """Send messages, and yield the replies as they come."""
         seconds = float("inf") if timeout is None else timeout
-        return (x.message for x in replies(self._grid, messages, seconds) if x.message is not None)
+        found = replies(self._grid, messages, seconds)
+        # Flower's loop knows messages only: the others are missing in the end.
+        return (x.message for x in found if isinstance(x.message, Message))
 
     def set_run(self, run: Any) -> None:
         """Set the run."""

@@ -72,6 +72,8 @@ def save(
         return
     kept = jax.tree.map(np.asarray, Kept(np.array(rounds, np.int64), *states))
     if path is not None:
+        # A client's own leaves are nobody else's.
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.save_arrays(path, kept)
     else:
         file = _wire.written(partial(files.save_arrays, tree=kept))

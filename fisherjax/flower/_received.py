@@ -13,14 +13,19 @@ from flwr.app import Message
 from fisherjax import merging
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._divergence import finite_leaves
 from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.files._shown import shown
 from fisherjax.flower import _uploads, _wire
 from fisherjax.flower._grid import Reply
 from fisherjax.flower._state import Terms
 from fisherjax.merging._running_statistics import add_up
 from fisherjax.merging._server_half import decode_and_screen, split_params
 from fisherjax.typing import Key, Params
+
+# Sums of weights stay finite in float32, whatever one client claims.
+_MOST_EXAMPLES = 2.0**53
 
 
 class Request(NamedTuple):
@@ -46,7 +51,7 @@ class Request(NamedTuple):
         """Note that a client is left out, and warn of it."""
         # An error of ours says what is wrong; of others the type tells.
         known = isinstance(reason, ValueError | TypeError)
-        self.left_out[place] = str(reason) if known else repr(reason)
+        self.left_out[place] = shown(reason if known else repr(reason))
         warnings.warn(
             f"Client {place} is left out of round {self.number}: {self.left_out[place]}",
             stacklevel=3,
@@ -83,23 +88,27 @@ def sound(request: Request, replies: Iterable[Reply]) -> Iterator[Arrived]:
         yield arrived
 
 
-def checked_content(message: Message | None) -> tuple[dict[str, Any], bytes | None]:
+def checked_content(
+    message: Message | Exception | None,
+) -> tuple[dict[str, Any], bytes | None]:
     """Return the description and the file of a reply; raise ValueError if it has none."""
     if message is None:
         raise ValueError("it did not reply in time")
+    if isinstance(message, Exception):
+        raise ValueError(f"its reply is no message of Flower: {message!r:.1000}")
     if message.has_error():
         raise ValueError(f"it failed: {str(message.error.reason)[:1000]}")
     return _wire.opened(message.content)
 
 
-def _arrived(request: Request, place: int, message: Message | None) -> Arrived:
+def _arrived(request: Request, place: int, message: Message | Exception | None) -> Arrived:
     about, file = checked_content(message)
     for name, expected in (("partition-id", place), ("round", request.number)):
         if (found := _wire.field(about, name, int)) != expected:
             raise ValueError(f"the reply is of {name} {found}; expected {expected}")
     # Checked first: what it claims must be finite whatever it sends.
     examples, loss = (_wire.field(about, name, float) for name in ("examples", "loss"))
-    checks.number("examples", examples)
+    checks.number("examples", examples, below=_MOST_EXAMPLES)
     sent = _uploads.Sent(_wire.field(about, "layout", str), file or b"")
     update = _uploads.read(sent, request.expected, request.terms.limits)
     most = request.terms.max_weight
@@ -183,6 +192,9 @@ def _merge_sums(
             continue
         values, statistics = found.values
         sums = add_up(algorithm.reduce, values, statistics, found.weights)
+        if not finite_leaves(sums).all():
+            request.leave_out(each.place, ValueError("its numbers are too large to be summed"))
+            continue
         total = sums if total is None else _add(total, sums)
         arrived.append(each._replace(update=None))
     _check_number(request, arrived)

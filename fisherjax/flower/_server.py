@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -94,14 +95,16 @@ def strategy(
     cohort = checks.count("cohort", num_clients if cohort is None else cohort, most=num_clients)
     terms = Terms() if terms is None else terms
     check_terms(terms)
-    key = server_key(algorithm, key)
+    checks.count("min_replies", terms.min_replies, most=cohort)
+    sequences = tuple(map(as_sequence, exchanges))
+    for each in (algorithm, *chain(*sequences)):
+        key = server_key(each, key)
     first = experiment.init(params, one)
     experiment.check(first, one, key)
     expected = shapes_of_one(eval_shape(partial(_update, experiment), first, one))
     _check_runs(algorithm, expected)
     kept = algorithm.link.init(leaves.trained(model, params), num_clients)
     initial = ServerState(0, params, kept, np.full(num_clients, -1))
-    sequences = tuple(map(as_sequence, exchanges))
     setup = Setup(experiment, one, expected, num_clients, cohort, key, sequences, terms)
     return Strategy(setup, initial if state is None else _checked_state(state, initial))
 

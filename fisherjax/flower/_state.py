@@ -156,9 +156,9 @@ def digest(params: Params) -> str:
     return found.hexdigest()
 
 
-def key_fields(key: Key, algorithm: Algorithm) -> dict[str, Any]:
-    """Describe the key of a round in a message."""
-    if algorithm.link.draws:
+def key_fields(key: Key, draws: bool) -> dict[str, Any]:
+    """Describe the key of a round in a message; `draws` is whether the server draws noise."""
+    if draws:
         # The key from which the server draws noise stays with it; clients get one of its outputs.
         key = jax.random.fold_in(key, _PUBLIC)
     words = np.asarray(jax.random.key_data(key), np.uint32)

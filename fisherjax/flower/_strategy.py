@@ -2,8 +2,9 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fisherjax import files
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update
+from fisherjax.files._shown import shown
 from fisherjax.flower import _received, _wire
 from fisherjax.flower._grid import Reply, Streaming, replies
 from fisherjax.flower._state import (
@@ -193,7 +195,7 @@ class Strategy(FlowerStrategy):
                 self._check_place(place, nodes)
                 self._places[node] = place
             except ValueError as error:
-                warnings.warn(f"Node {node} does not take part: {error}", stacklevel=2)
+                warnings.warn(f"Node {node} does not take part: {shown(error)}", stacklevel=2)
         return {node: place for node, place in self._places.items() if node in nodes}
 
     def _check_place(self, place: int, nodes: list[int]) -> None:
@@ -212,7 +214,9 @@ class Strategy(FlowerStrategy):
     def _common(self, algorithm: Algorithm, key: Key) -> dict[str, Any]:
         """Return what every message of a round says."""
         own = {"kind": algorithm.kind, "round": self.state.number, "frozen": self._frozen}
-        return own | key_fields(key, algorithm)
+        # A round and an exchange of one number have one key: if either draws noise, it is secret.
+        every = (self._setup.experiment.algorithm, *chain(*self._setup.exchanges))
+        return own | key_fields(key, any(each.link.draws for each in every))
 
     def _request(self, algorithm: Algorithm, expected: Update) -> _received.Request:
         number, terms = self.state.number, self._setup.terms
@@ -265,8 +269,8 @@ class Strategy(FlowerStrategy):
             warnings.warn(f"Round {state.number} changes nothing: {error}", stacklevel=3)
             # A round that failed is counted too: the next one must draw another cohort.
             self.state = state._replace(number=state.number + 1)
-            left_out: Mapping[int | str, str] = self._left_out | {"round": str(error)}
-            return Report(state.number, (), (), float("nan"), dict(left_out), ())
+            self._left_out["round"] = str(error)
+            return Report(state.number, (), (), float("nan"), dict(self._left_out), ())
         accepted = np.array(state.accepted)
         accepted[[each.place for each in found.arrived]] = state.number
         # Sums are wider than the state.

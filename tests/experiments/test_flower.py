@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from experiments.flower import __main__ as flower
 from experiments.flower import keys, processes, proxy, report, submit, supernodes
 from experiments.flower.load.app import task as load
 from experiments.flower.load.report import quotient
+from experiments.harness import folders, records
 
 COMPOSE = Path(submit.APP).with_name("compose.yaml")
 
@@ -56,6 +58,11 @@ def test_a_port_in_use_is_refused():
     processes.check_free("127.0.0.1", port)
 
 
+@pytest.mark.skipif(not Path("/proc/sys/net/ipv6").exists(), reason="needs IPv6")
+def test_a_port_of_ipv6_is_found_free():
+    processes.check_free("::", 0)
+
+
 def test_the_superlink_is_verified_by_its_authority_alone_and_secrets_are_the_owners(tmp_path):
     x509 = pytest.importorskip("cryptography.x509")
     assert keys.main([str(tmp_path / "own"), "--hosts", "server.example", "10.0.0.7"]) == 0
@@ -79,6 +86,8 @@ def test_the_superlink_is_verified_by_its_authority_alone_and_secrets_are_the_ow
 def test_further_nodes_get_keys_and_the_others_keep_theirs(tmp_path, capsys):
     pytest.importorskip("cryptography")
     assert keys.main([str(tmp_path), "--nodes", "1"]) == 0
+    # It went to its node, as it should.
+    (tmp_path / "node-0.pem").unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert keys.main([str(tmp_path), "--nodes", "2"]) == 0
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -163,6 +172,28 @@ def test_rounds_that_were_saved_become_rows():
     row = report.row_of(saved)
     assert (row.round, row.clients, row.left_out, row.imports) == (1, 2, 1, 1.0)
     assert math.isnan(row.work)
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 1e308])
+def test_seconds_that_cannot_be_are_not_reported(monkeypatch, seconds):
+    """Means of two such clients fail, and the server with them."""
+    record = pytest.importorskip("flwr.app").MetricRecord
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app.metered import _measured
+
+    assert not _measured(record({"start": 1.0, "work": seconds}))
+    assert _measured(record({"start": 1.0, "work": 2}))
+
+
+def test_rows_without_the_model_are_no_finished_run(tmp_path, capsys):
+    """The server writes the rows of a round first, and may be killed before the rest."""
+    asked = submit.Config(insecure=True, rounds=1, out=tmp_path)
+    folders.begin(asked, submit.PROGRAM, Console(), "")
+    row = report.row_of({"round": 0, "clients": 2, "left_out": {}, "accuracy": 0.9})
+    records.write_rows(tmp_path / records.RESULTS, [row], report.Round._fields)
+    words = ["run", "--insecure", "--rounds", "1", "--out", str(tmp_path)]
+    assert flower.main([*words, "--superlink", "127.0.0.1:1"]) == 1
+    assert "nothing answers at --superlink" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("size", [0.35, 3.5, 20])

@@ -98,11 +98,19 @@ def flipped(reply):
 def failed(reply):
     from flwr.app import Error, Message
 
-    return Message(Error(2, "the disk is full"), reply_to=reply)
+    return Message(Error(2, "the disk is full\n\x1b[2J"), reply_to=reply)
+
+
+def unreadable(reply):
+    """Let Flower read a reply whose bytes are none, as it does when it is pulled."""
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+    return inflate_object_from_contents("reply", {"reply": b"RecordDict 0\0" + bytes(9)})
 
 
 FAULTS = {
     "not finite": (scaled(np.nan), "not finite"),
+    "huge": (scaled(1e38), "too large to be summed"),
     "other shapes": (smaller, r"another network: .*float32\[.*expected float32"),
     "other names": (renamed, "another network"),
     "garbage": (lambda reply: with_file(reply, bytes(range(256)) * 9), "damaged|not a"),
@@ -114,11 +122,13 @@ FAULTS = {
     "another client": (about(**{"partition-id": 0}), "of partition-id 0; expected 1"),
     "negative examples": (about(examples=-1.0), "examples"),
     "infinite examples": (about(examples=float("inf")), "examples"),
+    "too many examples": (about(examples=1e39), r"examples is 1e\+39"),
     "no number": (about(examples="many"), "expected a float"),
     "no loss": (about(loss=[1.0]), "expected a float"),
     "other layout": (about(layout="pickle"), "has layout 'pickle'"),
     "other format": (about(format=2), "same version"),
-    "failed": (failed, "the disk is full"),
+    "unreadable": (unreadable, "no message of Flower"),
+    "failed": (failed, r"the disk is full\\n\\x1b"),  # no lines and no escapes of its own
 }
 
 
@@ -169,7 +179,7 @@ def test_too_few_replies_change_nothing_but_the_number(flower, world, over_flowe
     grid = tampered(about(layout="pickle"))(client, CLIENTS)
     with (
         warned("Round 0 changes nothing: there are 2 sound uploads"),
-        pytest.raises(RuntimeError, match="No round of 1 succeeded"),
+        pytest.raises(RuntimeError, match=r"No round of 1 succeeded.*there are 2 sound uploads"),
     ):
         server.run(grid, 1, lambda state, report: reports.append((state, report)))
     [(state, report)] = reports
@@ -255,6 +265,7 @@ def test_bad_input_is_refused_where_it_is_given(flower, world: World):
         (AVERAGE, {"cohort": 3}, "cohort is 3"),
         (AVERAGE, {"num_clients": 0}, "num_clients is 0"),
         (AVERAGE, {"terms": flower.Terms(min_replies=0)}, "min_replies is 0"),
+        (AVERAGE, {"terms": flower.Terms(min_replies=3)}, "min_replies is 3"),
         (AVERAGE, {"terms": flower.Terms(timeout=-1.0)}, "timeout is -1"),
         (AVERAGE, {"example": (world.inputs[:1, :2], world.targets[:1])}, "."),
     ]

@@ -130,16 +130,44 @@ def test_other_formats_are_refused_on_both_sides(flower, world, over_flower):
             over_flower(world, algorithms.fedavg(), grid=grid, terms=flower.Terms(connect=0.0))
 
 
-def test_the_key_of_noise_stays_with_the_server(flower, world):
-    from fisherjax.flower import _state
-
-    key, average = fj.privacy.system_key(), algorithms.fedavg()
+def test_the_key_of_noise_stays_with_the_server(flower, world, over_flower):
+    """Also in an exchange without noise, as the round that may follow it has the same key."""
+    average, key = algorithms.fedavg(), fj.privacy.system_key()
     noisy = average._replace(link=average.link._replace(draws=True))
-    words = [
-        _state.key_fields(key, algorithm)["key"] == np.asarray(jax.random.key_data(key)).tobytes()
-        for algorithm in (average, noisy)
+    sent = []
+
+    class Watched(flower.InProcess):
+        def push_messages(self, messages):
+            messages = list(messages)
+            sent.extend(x.content["fisherjax"].get("key") for x in messages)
+            return super().push_messages(messages)
+
+    secret = {
+        np.asarray(jax.random.key_data(jax.random.fold_in(key, number))).tobytes()
+        for number in range(2)
+    }
+    head = algorithms.analytic_head(MODEL)
+    for algorithm, exchanges, is_sent in ((average, [], True), (noisy, [head], False)):
+        sent.clear()
+        client = {"exchanges": exchanges}
+        over_flower(world, algorithm, grid=Watched, key=key, exchanges=exchanges, client=client)
+        assert bool(secret & set(sent)) == is_sent
+
+
+def test_another_message_of_the_same_round_draws_other_noise(flower, world):
+    """A server that asks twice with one number must not find the noise by subtraction."""
+    from fisherjax.flower import _client
+
+    client = _client.Client(None, None, None, (), None, fj.privacy.system_key(), None)
+    message = {"round": 0, "accepted": -1}
+    asked = [(message, b"a"), (message, b"a"), (message, b"b"), (message | {"accepted": 0}, b"a")]
+    keys = [
+        jax.random.key_data(_client._key(client, _client.Request(about, file, 0, None, None)))
+        for about, file in asked
     ]
-    assert words == [True, False]
+    once, again, *others = (tuple(np.asarray(key).tolist()) for key in keys)
+    assert once == again  # a reply that is lost is computed again
+    assert len({once, *others}) == 3
 
 
 def test_every_kind_of_update_keeps_its_structure(flower, world):

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+_MOST = 1e9  # seconds; sums and means of larger ones may not be finite
+
 
 class Exchanged(NamedTuple):
     """A message to a client and its reply.
@@ -94,7 +96,7 @@ def size(message: Message) -> int:
 
 
 def _measured(record: Any) -> bool:
-    """Return whether a record of a client, who may send anything, holds plain numbers."""
+    """Return whether a record of a client, who may send anything, holds possible seconds."""
     return isinstance(record, MetricRecord) and all(
-        isinstance(x, int | float) for x in record.values()
+        isinstance(x, int | float) and 0 <= x < _MOST for x in record.values()
     )
