@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fisherjax.flower._client import client_app
-from fisherjax.flower._grid import InProcess
+from fisherjax.flower._grid import InProcess, Streaming
 from fisherjax.flower._server import server_app, strategy
 from fisherjax.flower._state import Report, ServerState, Terms
 from fisherjax.flower._strategy import Strategy
@@ -24,6 +24,7 @@ __all__ = [
     "Report",
     "ServerState",
     "Strategy",
+    "Streaming",
     "Terms",
     "client_app",
     "server_app",

@@ -65,7 +65,14 @@ def _pulled(grid: Grid, name: str) -> Iterable[Message | Exception]:
 
 
 class Streaming(Grid):
-    """A grid whose `send_and_receive` yields replies one by one, for Flower's own loop."""
+    """A grid over another one, whose `send_and_receive` yields replies one by one.
+
+    A subclass that overrides `push_messages` and `pull_messages`, for example to measure or to log
+    what passes, sees every message.
+
+    Args:
+        grid: Flower's grid, as a ServerApp gets it.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -75,7 +82,7 @@ class Streaming(Grid):
     ) -> Iterator[Message]:
         """Send messages, and yield the replies as they come."""
         seconds = float("inf") if timeout is None else timeout
-        found = replies(self._grid, messages, seconds)
+        found = replies(self, messages, seconds)
         # Flower's loop knows messages only: the others are missing in the end.
         return (x.message for x in found if isinstance(x.message, Message))
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,6 @@ from flwr.app import Message
 
 from fisherjax import merging
 from fisherjax._core import checks
-from fisherjax._core.compiler import jit
 from fisherjax._divergence import finite_leaves
 from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
@@ -20,7 +18,7 @@ from fisherjax.files._shown import shown
 from fisherjax.flower import _uploads, _wire
 from fisherjax.flower._grid import Reply
 from fisherjax.flower._state import Terms
-from fisherjax.merging._running_statistics import add_up
+from fisherjax.merging._running_statistics import add_to, add_up
 from fisherjax.merging._server_half import decode_and_screen, split_params
 from fisherjax.typing import Key, Params
 
@@ -195,16 +193,10 @@ def _merge_sums(
         if not finite_leaves(sums).all():
             request.leave_out(each.place, ValueError("its numbers are too large to be summed"))
             continue
-        total = sums if total is None else _add(total, sums)
+        total = sums if total is None else add_to(total, sums)
         arrived.append(each._replace(update=None))
     _check_number(request, arrived)
     check_not_all_zero([each.weight for each in arrived])
     cohort = jnp.array([each.place for each in arrived])
     how = {"frozen": request.expected.frozen, "state": state, "key": key}
     return Merged(*merging.merge_sums(algorithm, params, total, cohort, **how), arrived)
-
-
-# The old total is donated, so that memory holds the sums once.
-@partial(jit, donate_argnums=0)
-def _add(total: Any, sums: Any) -> Any:
-    return jax.tree.map(jnp.add, total, sums)

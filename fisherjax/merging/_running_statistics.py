@@ -9,6 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms.base import WeightedSum, weighted_sum
 from fisherjax.typing import Array
@@ -37,6 +40,13 @@ def add_up(
     """Sum stacked updates by `reduce`; return `SumsAndStatistics` if there are statistics."""
     sums = compiled(reduce, values, weights)
     return SumsAndStatistics(sums, _sum_statistics(statistics, weights)) if statistics else sums
+
+
+# The old totals are donated, so that memory holds the sums once.
+@partial(jit, donate_argnums=0)
+def add_to(totals: Any, sums: Any) -> Any:
+    """Return totals with further results of `add_up`; the old totals cannot be used any more."""
+    return jax.tree.map(jnp.add, totals, sums)
 
 
 def _sum_statistics(statistics: dict[str, Array], weights: Array) -> WeightedSum:

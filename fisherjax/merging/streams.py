@@ -1,7 +1,6 @@
 """Merge client updates that arrive one after the other, on one server or on a tree of servers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +9,11 @@ import numpy as np
 
 from fisherjax import leaves, tree
 from fisherjax._core import checks
-from fisherjax._core.compiler import jit
 from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.devices import mesh_of, replicate
 from fisherjax.leaves import Leaves
-from fisherjax.merging._running_statistics import SumsAndStatistics, add_up
+from fisherjax.merging._running_statistics import SumsAndStatistics, add_to, add_up
 from fisherjax.merging._server_half import decode_and_screen, finish, server_key, split_params
 from fisherjax.merging.merges import as_floats
 from fisherjax.typing import Array, Key, Params, Weights
@@ -204,7 +202,7 @@ def _added(
         # The total weight is known after the last chunk, so that nothing can be normalised here.
         values, statistics = found.values
         sums = add_up(reduce, values, statistics, found.weights)
-        totals = sums if totals is None else _add(totals, sums)
+        totals = sums if totals is None else add_to(totals, sums)
         weight, seen = weight + float(found.weights.sum()), seen + num_clients
     if parts is None:
         raise ValueError("There are no chunks to merge: expected at least one pair of updates.")
@@ -228,9 +226,3 @@ def _chunk(algorithm: Algorithm, chunk: Any, number: int) -> tuple[Update, np.nd
         )
     update = stacked(algorithm, chunk[0])
     return update, check_weights(chunk[1], jax.tree.leaves(update)[0].shape[0])
-
-
-# The old totals are donated, so that memory holds the sums once.
-@partial(jit, donate_argnums=0)
-def _add(totals: Any, sums: Any) -> Any:
-    return jax.tree.map(jnp.add, totals, sums)

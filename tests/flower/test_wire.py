@@ -237,3 +237,29 @@ def test_the_servers_memory_does_not_grow_with_clients_where_updates_add_up(flow
         assert float(server.state.params[0, 0]) == 1
     # The first run compiles.
     assert peaks[2] - peaks[1] < params.nbytes
+
+
+def test_a_grid_over_another_one_sees_what_passes(flower, world):
+    """Also in its own `send_and_receive`, which Flower's strategies call."""
+    from flwr.app import Message
+
+    class Counted(flower.Streaming):
+        pushed = pulled = 0
+
+        def push_messages(self, messages):
+            messages = list(messages)
+            self.pushed += len(messages)
+            return super().push_messages(messages)
+
+        def pull_messages(self, message_ids):
+            found = list(super().pull_messages(message_ids))
+            self.pulled += len(found)
+            return found
+
+    app = flower.client_app(algorithms.fedavg(), MODEL, SGD, world.load, params=world.params)
+    grid = Counted(flower.InProcess(app, 2))
+    hello = flower._wire.content({"kind": algorithms.fedavg().kind})
+    asked = [Message(hello, node, "query.hello") for node in grid.get_node_ids()]
+    answers = [x.content["fisherjax"]["partition-id"] for x in grid.send_and_receive(asked)]
+    assert answers == [0, 1]
+    assert (grid.pushed, grid.pulled) == (2, 2)

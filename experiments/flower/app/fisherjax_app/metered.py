@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 
+from fisherjax.flower import Streaming
+
 _MOST = 1e9  # seconds; sums and means of larger ones may not be finite
 
 
@@ -26,11 +28,11 @@ class Exchanged(NamedTuple):
     arrived: float
 
 
-class Metered(Grid):
+class Metered(Streaming):
     """A grid that measures what another grid sends and receives."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._sent: dict[str, tuple[float, int]] = {}
         self._exchanged: list[Exchanged] = []
 
@@ -44,7 +46,7 @@ class Metered(Grid):
         messages = list(messages)
         trains = [each.metadata.message_type == "train" for each in messages]
         sizes, began = [size(each) for each in messages], time.time()
-        names = list(self._grid.push_messages(messages))
+        names = list(super().push_messages(messages))
         for name, number, trained in zip(names, sizes, trains, strict=False):
             if trained:
                 self._sent[name] = began, number
@@ -52,7 +54,7 @@ class Metered(Grid):
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Return the replies that have come."""
-        found = list(self._grid.pull_messages(message_ids))
+        found = list(super().pull_messages(message_ids))
         for reply in found:
             began, down = self._sent.pop(reply.metadata.reply_to_message_id, (None, 0))
             if began is None or not reply.has_content():
@@ -62,29 +64,6 @@ class Metered(Grid):
             seconds["transfer"] = arrived - began - sum(seconds.values())
             self._exchanged.append(Exchanged(down, size(reply), seconds, arrived))
         return found
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Refuse: fisherjax pulls replies one by one."""
-        raise NotImplementedError("use push_messages and pull_messages")
-
-    def set_run(self, run: Any) -> None:
-        """Set the run."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Any:
-        """Return the run."""
-        return self._grid.run
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Make a message."""
-        return self._grid.create_message(*args, **kwargs)
-
-    def get_node_ids(self) -> Iterable[int]:
-        """Return the nodes."""
-        return self._grid.get_node_ids()
 
 
 def size(message: Message) -> int:
