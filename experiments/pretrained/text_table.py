@@ -55,7 +55,7 @@ class Config(Task):
     """Numerator of the scale of adapters, alpha / rank."""
     merged: Annotated[tuple[str, ...], commands.names(MERGED)] = MERGED
     """What is merged of adapters: factors, products, or products cut to the clients' rank."""
-    max_examples: int = 200
+    max_examples: int = 500
     """Largest number of a client's sentences in its Fisher pass or Gram matrices."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the split by document and of fine-tuning."""
@@ -247,8 +247,8 @@ def _merged(asked: Config, of: Seed, method: Algorithm, seed: int) -> list[tuple
 
 def _method(asked: Config, first: str, given: dict[str, Any], clients: Clients) -> Algorithm:
     known = names.takes(fj.algorithms.METHODS[first])
-    # With drawn labels one backward pass suffices for any number of classes.
-    chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "sampled"}
+    # Two classes cost two backward passes, and drawn labels cost K-FAC a point.
+    chosen: dict[str, Any] = {"max_examples": asked.max_examples, "kind": "true"}
     chosen = {option: x for option, x in chosen.items() if option in known} | given
     if "kind" in chosen:
         chosen["kind"] = getattr(fj.fisher, chosen["kind"])
