@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax._core import checks
-from fisherjax._core.compiler import eval_shape, jit
+from fisherjax._core.compiler import jit, trace_once
 from fisherjax._division import Division, chunks_of, divide, divide_chunks
 from fisherjax.devices import AXIS, by_client, by_numpy, on_each, share_memory
 from fisherjax.typing import Array
@@ -232,14 +232,15 @@ def _compute(
         some = jax.tree.map(lambda x: x[chunk], stacked)
         return jax.vmap(lambda client: function(client, *common))(some)
 
+    traced, shapes = trace_once(one_chunk, chunks[0])
+
     def body(number: Array, results: Any) -> Any:
-        new, places = one_chunk(chunks[number]), rows[number]
+        new, places = traced(chunks[number]), rows[number]
         if len(places) == 1:
             return jax.tree.map(partial(_write, place=places[0]), results, new)
         return jax.tree.map(lambda all_, own: all_.at[places].set(own), results, new)
 
     # Results are written in place, so that they are never in memory twice.
-    shapes = eval_shape(one_chunk, chunks[0])
     room = room or rows.size
     results = jax.tree.map(lambda s: jnp.zeros((room, *s.shape[1:]), s.dtype), shapes)
     return jax.lax.fori_loop(0, count, body, results)

@@ -27,6 +27,7 @@ from experiments.scale import coefficients, costs, networks, tree
 
 PROGRAM = "experiments.scale"
 COSTS, MEASURED, PREDICTION, RUNS = "costs.md", "coefficients.json", "prediction.md", "tree.csv"
+_DRAWN, _COLOUR = 10**6, "tab:blue"
 _COLUMNS = ("run", "uploads", "seconds", "core_seconds", "memory", "difference", "load")
 
 
@@ -135,15 +136,17 @@ def compared(rows: list[list[Any]], column: int) -> str:
 
 
 def _draw(out: Path, sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients) -> None:
-    """Draw the core time of each method over the number of devices."""
-    drawn, panels = figures.canvas(8, 3.4, columns=2, grid="both", sharey=True)
+    """Draw the core time of each method for 10^6 devices, to which it is proportional."""
+    drawn, panels = figures.canvas(8, 3.6, columns=2, grid="x", sharey=True)
     for panel, (network, own) in zip(panels, sizes.items(), strict=True):
-        for one in own:
-            hours = [n * costs.core_seconds(one, known) / 3600 for n in costs.DEVICES]
-            panel.loglog(costs.DEVICES, hours, **figures.style(one.name))
-        panel.set(title=network, xlabel="devices")
-    panels[0].set_ylabel("hours of a core")
-    figures.save_with_legend(drawn, out / "scale.png")
+        hours = [_DRAWN * costs.core_seconds(one, known) / 3600 for one in own]
+        bars = panel.barh([figures.label(one.name) for one in own], hours, color=_COLOUR)
+        panel.bar_label(bars, [f"{x:.2g}" if x < 100 else f"{x:,.0f}" for x in hours], padding=3)
+        panel.set(title=network, xlabel="hours of a core, 10^6 devices", xscale="log")
+        # Room for the number beside the longest bar.
+        panel.set_xlim(min(hours) / 3, 30 * max(hours))
+    panels[0].invert_yaxis()
+    figures.save(drawn, out / "scale.png")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import jax
 import jaxlib
+from jax.extend.core import jaxpr_as_fun
 
 # These versions are released, so the private names of JAX that this file uses cannot change.
 IS_AFFECTED = (0, 10, 2) <= jaxlib.version.__version_info__[:3] < (0, 12)
@@ -137,6 +138,28 @@ def eval_shape(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """Return the shapes of a function's results as `jax.eval_shape` does, without compiling it."""
     with _within():
         return jax.eval_shape(function, *args, **kwargs)
+
+
+def trace_once(function: Callable, *args: Any) -> tuple[Callable, Any]:
+    """Trace a function for arguments of these shapes; return it as traced, and its results' shapes.
+
+    A loop over sums starts from zeros of the shapes of its body's results. To ask for the shapes
+    and then to trace the body would run the network's Python code twice, which takes most of the
+    time of a first call whose programs are in the persistent cache.
+
+    Example:
+        >>> double, shape = trace_once(lambda x: 2 * x, jax.ShapeDtypeStruct((), "float32"))
+        >>> float(double(1.0)), shape.shape
+        (2.0, ())
+    """
+    with _within():
+        equations, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+    flat, structure = jaxpr_as_fun(equations), jax.tree.structure(shapes)
+
+    def traced(*args: Any) -> Any:
+        return structure.unflatten(flat(*jax.tree.leaves(args)))
+
+    return traced, shapes
 
 
 def disable_faulty_fusion() -> None:

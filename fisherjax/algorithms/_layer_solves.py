@@ -57,12 +57,11 @@ def solve_about_mean(
 ) -> Solution:
     """Solve `about_mean`, layers of which there are several of one shape one after another.
 
-    It is one system under tracing, and for a solver that may look at all params.
+    It is one system under tracing, and for a solver that is not marked by `solvers.by_leaf`.
     """
     is_traced = checks.is_traced(fishers, params, weights, damping)
-    # Solvers of the package treat blocks separately; another one may look at all params.
-    is_known = getattr(solver, "__module__", "").startswith("fisherjax.solvers.")
-    layers = repeated(fishers) if is_known and not is_traced else []
+    is_apart = getattr(solver, "is_by_leaf", False) and not is_traced
+    layers = repeated(fishers) if is_apart else []
     if not layers or not isinstance(fishers, Kronecker):
         return solver(about_mean(fishers, params, weights, damping, centre))
     models, blocks, infos = fishers.template.by_name(params), {}, []

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fisherjax._core.compiler import trace_once
 from fisherjax.typing import Array, ByPosition
 
 Columns = Array | ByPosition
@@ -42,9 +43,10 @@ def sum_over_columns(function: Callable[[Array], Any], columns: Columns, at_once
     # Columns that are stored are cut by the loop itself.
     stored = values(columns)
     each = stored.reshape(groups, few, *stored.shape[1:]) if is_stored else numbers
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_group, each[0]))
+    traced, shapes = trace_once(of_group, each[0])
+    zeros = jax.tree.map(jnp.zeros_like, shapes)
     return jax.lax.scan(
-        lambda sums, group: (jax.tree.map(jnp.add, sums, of_group(group)), None), zeros, each
+        lambda sums, group: (jax.tree.map(jnp.add, sums, traced(group)), None), zeros, each
     )[0]
 
 

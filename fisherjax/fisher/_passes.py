@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fisherjax import _sequences, leaves, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import by_value, cached
-from fisherjax._core.compiler import jit
+from fisherjax._core.compiler import jit, trace_once
 from fisherjax._minibatches import num_rows
 from fisherjax.clients import draw, minibatches, weights_of
 from fisherjax.devices import layout_of, mesh_of, on_each, replicate
@@ -67,15 +67,16 @@ def weighted_mean(
     minibatch. If all examples fit into one minibatch, then the mean can be differentiated.
     """
     number, batch = minibatches(examples, batch_size)
+    first = jax.eval_shape(lambda: batch(0))
+    sums_of, shapes = trace_once(batch_sums, *first, key)
 
     def one_batch(step: Array | int, sums: Any) -> Any:
         # Keys are folded, so that the draws of a minibatch do not depend on their number.
         batch_key = None if key is None else jax.random.fold_in(key, step)
-        batch_sum = batch_sums(*batch(step), batch_key)
+        batch_sum = sums_of(*batch(step), batch_key)
         # The division comes at the end: in a mean of means a short minibatch would count too much.
         return jax.tree.map(jnp.add, sums, batch_sum)
 
-    shapes = jax.eval_shape(lambda: batch_sums(*batch(0), key))
     # Sums are at least float32, because a long sum in bfloat16 loses its small terms.
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, "float32")), shapes

@@ -23,7 +23,7 @@ a singular system the component of `init` in the null space stays (Jhunjhunwala,
 FedFisher, AISTATS 2024, Lemma 1).
 """
 
-from fisherjax.solvers.base import Info, Solution, Solver, Status
+from fisherjax.solvers.base import Info, Solution, Solver, Status, by_leaf
 from fisherjax.solvers.descent import gradient_descent
 from fisherjax.solvers.direct import closed_form
 from fisherjax.solvers.krylov import conjugate_gradients
@@ -33,6 +33,7 @@ __all__ = [
     "Solution",
     "Solver",
     "Status",
+    "by_leaf",
     "closed_form",
     "conjugate_gradients",
     "gradient_descent",

@@ -69,6 +69,23 @@ class Solution(NamedTuple):
 
 
 Solver = Callable[[Quadratic], Solution]
+
+
+def by_leaf(solver: Solver) -> Solver:
+    """Mark a solver that treats each leaf of a problem for itself, and return it.
+
+    Merges solve layers of one shape one after another by such a solver, which compiles one program
+    for all of them. A solver without the mark gets all leaves in one problem.
+
+    Example:
+        >>> solve = by_leaf(lambda problem: Solution(problem.restore(problem.rhs), None))
+        >>> solve.is_by_leaf
+        True
+    """
+    solver.is_by_leaf = True  # type: ignore[attr-defined]
+    return solver
+
+
 """A function `solve(problem) -> Solution`, made by a factory."""
 
 

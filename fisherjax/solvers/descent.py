@@ -10,7 +10,16 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_data, dot, power_iteration, ratio, solution
+from fisherjax.solvers.base import (
+    Solution,
+    Solver,
+    as_data,
+    by_leaf,
+    dot,
+    power_iteration,
+    ratio,
+    solution,
+)
 from fisherjax.typing import Array, Scalar
 
 
@@ -44,6 +53,7 @@ def gradient_descent(steps: int = 2000, power_iterations: int = 50) -> Solver:
     checks.count("steps", steps)
     checks.count("power_iterations", power_iterations)
 
+    @by_leaf
     def solve(problem: Quadratic) -> Solution:
         # The numbers are traced, so that solvers with other numbers share the compiled program.
         x = _gradient_descent(as_data(problem), steps, power_iterations)

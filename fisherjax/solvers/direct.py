@@ -7,7 +7,7 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, as_data, ratio, solution
+from fisherjax.solvers.base import Solution, Solver, as_data, by_leaf, ratio, solution
 from fisherjax.typing import Array, Scalar
 
 
@@ -38,6 +38,7 @@ def closed_form(floor: Scalar = 1e-6) -> Solver:
     """
     checks.number("floor", floor)
 
+    @by_leaf
     def solve(problem: Quadratic) -> Solution:
         # A traced problem has no value of this flag.
         if not checks.is_traced(problem.is_diagonal) and not problem.is_diagonal:

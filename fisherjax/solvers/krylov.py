@@ -12,7 +12,17 @@ from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax.quadratic import Quadratic
-from fisherjax.solvers.base import Solution, Solver, Status, as_data, dot, identity, ratio, solution
+from fisherjax.solvers.base import (
+    Solution,
+    Solver,
+    Status,
+    as_data,
+    by_leaf,
+    dot,
+    identity,
+    ratio,
+    solution,
+)
 from fisherjax.solvers.direct import closed_form
 from fisherjax.typing import Array, Scalar
 
@@ -50,6 +60,7 @@ def conjugate_gradients(tolerance: float = 1e-4, max_iterations: int = 200) -> S
     checks.count("max_iterations", max_iterations)
     checks.number("tolerance", tolerance)
 
+    @by_leaf
     def solve(problem: Quadratic) -> Solution:
         # A traced problem has no value of this flag.
         if not checks.is_traced(problem.is_diagonal) and problem.is_diagonal:

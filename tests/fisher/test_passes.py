@@ -10,6 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 from fisherjax import Examples, Model, clients, fisher, likelihoods
+from fisherjax.fisher import _passes
 
 LIKELIHOOD = likelihoods.categorical
 
@@ -182,6 +183,21 @@ def test_a_second_call_compiles_nothing(mlp, model, structure, compilations):
     with compilations() as count:
         structure(Model(*model), other, Examples(x))
     assert count() == 0
+
+
+def test_sums_of_a_minibatch_are_traced_once(key):
+    calls = []
+
+    def batch_sums(x, y, w, key):
+        calls.append(x.shape)
+        return {"sum": (w[:, None] * x).sum(0), "drawn": jax.random.uniform(key)}
+
+    examples = Examples(jnp.arange(10.0).reshape(5, 2), jnp.zeros(5, int))
+    for batch_size in (2, 8):
+        mean = jax.jit(partial(_passes.weighted_mean, batch_sums, batch_size=batch_size))
+        found = mean(examples, key=key)
+        np.testing.assert_allclose(found["sum"], examples.inputs.mean(0), rtol=1e-6)
+    assert calls == [(2, 2), (5, 2)]
 
 
 @pytest.mark.long
