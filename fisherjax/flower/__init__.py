@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
 
 from fisherjax.flower._client import client_app
 from fisherjax.flower._grid import InProcess, Streaming
+from fisherjax.flower._secure import Secure
 from fisherjax.flower._server import server_app, strategy
 from fisherjax.flower._state import Report, ServerState, Terms
 from fisherjax.flower._strategy import Strategy
@@ -22,6 +23,7 @@ from fisherjax.flower._wire import upload_file
 __all__ = [
     "InProcess",
     "Report",
+    "Secure",
     "ServerState",
     "Strategy",
     "Streaming",

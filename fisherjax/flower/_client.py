@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.files.uploads.update import check_method
-from fisherjax.flower import _kept, _uploads, _wire
+from fisherjax.flower import _kept, _secure, _secure_client, _uploads, _wire
+from fisherjax.flower._secure import Secure
 from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs
@@ -42,6 +44,7 @@ class Client(NamedTuple):
     folder: Path | None
     key: Key | None
     method: str | None
+    secure: Secure | Callable[[Context], Secure] | None
 
 
 class Request(NamedTuple):
@@ -75,6 +78,7 @@ def client_app(
     folder: Any = None,
     key: Key | None = None,
     method: str | None = None,
+    secure: Secure | Callable[[Context], Secure] | None = None,
 ) -> ClientApp:
     """Make Flower's app of a client, which trains by an algorithm and sends its updates.
 
@@ -102,9 +106,14 @@ def client_app(
             `privacy.dp_sgd`, requires one.
         method: Name in `algorithms.METHODS` for which uploads are made, see `files.save_update`
             (default: found by what is sent; where nothing fits, uploads are arrays by leaf name).
+        secure: Terms of secure sums, or a function from Flower's context to them, as each client
+            has its own signing key. The client then sends its term of a sum under masks only, and
+            refuses to send an update by itself. With a `folder`, no stage of a sum is answered
+            twice, even by two processes at once; signed sums need one.
 
     Returns:
-        The app, which answers messages of types "train", "query.hello" and "query.exchange".
+        The app, which answers messages of types "train", "query.hello", "query.exchange" and, if
+        sums are secure, "query.secure".
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -123,6 +132,11 @@ def client_app(
         )
     if method is not None:
         check_method(method)
+    if secure is not None:
+        for each in (algorithm, *chain(*map(as_sequence, exchanges))):
+            _secure.check_sums(each)
+        if not callable(secure):
+            _secure.checked(secure)
     client = Client(
         experiment,
         params,
@@ -131,11 +145,13 @@ def client_app(
         None if folder is None else Path(folder),
         key,
         method,
+        secure,
     )
     app = ClientApp()
     answers = {"hello": _hello, "exchange": _exchange}
     for name, answer in answers.items():
         app.query(name)(partial(_answered, client, answer))
+    app.query("secure")(partial(_secure_stage, client))
     app.train()(partial(_answered, client, _train))
     return app
 
@@ -148,12 +164,7 @@ def _answered(
 ) -> Message:
     """Answer a message."""
     about, file = _wire.opened(message.content)
-    place = context.node_config.get("partition-id")
-    if type(place) is not int or place < 0:
-        raise ValueError(
-            f"The node's configuration has partition-id {place!r}; expected the number of the "
-            'client, from 0: start it with --node-config "partition-id=0".'
-        )
+    place = _place(context)
     # Of whatever the client has, the rows in use are copied.
     inputs, targets = whole(client.load(context), "load(context)")
     if not len(targets):
@@ -162,6 +173,29 @@ def _answered(
     # Keys are folded by the client's number, as they are among all clients.
     data = data._replace(ids=jnp.array([place], jnp.int32))
     return Message(answer(client, Request(about, file, place, data, context)), reply_to=message)
+
+
+def _secure_stage(client: Client, message: Message, context: Context) -> Message:
+    """Answer a message of a secure sum for which the client does not train."""
+    if client.secure is None:
+        raise ValueError(
+            "The server adds up secure sums, but this client has no terms of them; expected the "
+            "same `secure` on both sides."
+        )
+    about, _ = _wire.opened(message.content)
+    secure = _secure.of_client(client.secure, client.folder, context)
+    found = _secure_client.answer(secure, _place(context), client.folder, about, context)
+    return Message(_wire.content(found), reply_to=message)
+
+
+def _place(context: Context) -> int:
+    place = context.node_config.get("partition-id")
+    if type(place) is not int or place < 0:
+        raise ValueError(
+            f"The node's configuration has partition-id {place!r}; expected the number of the "
+            'client, from 0: start it with --node-config "partition-id=0".'
+        )
+    return place
 
 
 def _hello(client: Client, request: Request) -> RecordDict:
@@ -223,7 +257,9 @@ def _train(client: Client, request: Request) -> RecordDict:
     # Of a client that hides what it sends, the loss would disclose something.
     is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
     loss = float("nan") if is_hidden else trained.loss[0, -1]
-    return _reply(client, update, request, loss)
+    start = given[1].start if given[0].start is None else given[0].start
+    start = jax.tree.map(lambda x: x[0], start) if given[0].start is None else start
+    return _reply(client, update, request, loss, algorithm, leaves.join(*parts._replace(trained=start)))
 
 
 @partial(jit, static_argnums=0)
@@ -244,8 +280,28 @@ def _check_finite(update: Update, after: Any) -> None:
         )
 
 
-def _reply(client: Client, update: Update, request: Request, loss: Any) -> RecordDict:
-    one, size = files.of_client(update, 0), int(request.federation.sizes[0])
+def _reply(
+    client: Client,
+    update: Update,
+    request: Request,
+    loss: Any,
+    algorithm: Algorithm,
+    params: Params,
+) -> RecordDict:
+    size = int(request.federation.sizes[0])
+    is_asked = "partners" in request.about
+    if is_asked != (client.secure is not None):
+        asked, has = ("a masked", "no") if is_asked else ("an open", "has")
+        raise ValueError(
+            f"The server asks for {asked} upload, but this client has {has} terms of secure sums; "
+            "expected the same `secure` on both sides."
+        )
+    if client.secure is not None:
+        secure = _secure.of_client(client.secure, client.folder, request.context)
+        where = secure, request.place, client.folder, request.about, request.context
+        about, file = _secure_client.masked(*where, algorithm, params, update, size)
+        return _wire.content(about, file)
+    one = files.of_client(update, 0)
     method = client.method or _uploads.method_of(one, client.experiment.model)
     sent = _uploads.write(one, method, str(request.place), size)
     about = {
@@ -280,4 +336,4 @@ def _exchange(client: Client, request: Request) -> RecordDict:
     start = received.get("start", own)
     update = summarize_received(algorithm, params, start, data, key=key)
     _check_finite(update, ())
-    return _reply(client, update, request, float("nan"))
+    return _reply(client, update, request, float("nan"), algorithm, params)

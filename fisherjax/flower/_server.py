@@ -21,6 +21,7 @@ from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.clients import federation as federation_of
+from fisherjax.flower._secure import Secure, check_sums, checked
 from fisherjax.flower._state import Report, ServerState, Setup, Terms, check_terms
 from fisherjax.flower._strategy import Strategy
 from fisherjax.merging._server_half import server_key
@@ -41,6 +42,7 @@ def strategy(
     exchanges: Sequence[Any] = (),
     state: ServerState | None = None,
     terms: Terms | None = None,
+    secure: Secure | None = None,
 ) -> Strategy:
     """Make Flower's strategy of an algorithm, for a ServerApp of your own.
 
@@ -62,6 +64,8 @@ def strategy(
             `algorithms.analytic_head(model)` or `algorithms.natural_gradient(model)`.
         state: State of an earlier process, from which the run goes on (default: the first).
         terms: What is accepted of clients (default `Terms()`).
+        secure: Terms of secure sums, in which the server learns the sum of the clients' terms only
+            (default: clients send their updates). Clients need the same.
 
     Returns:
         The strategy. Its `state` has the merged model.
@@ -97,6 +101,10 @@ def strategy(
     check_terms(terms)
     checks.count("min_replies", terms.min_replies, most=cohort)
     sequences = tuple(map(as_sequence, exchanges))
+    if secure is not None:
+        checks.count("secure.least", checked(secure).least, 2, most=cohort)
+        for each in (algorithm, *chain(*sequences)):
+            check_sums(each)
     for each in (algorithm, *chain(*sequences)):
         key = server_key(each, key)
     first = experiment.init(params, one)
@@ -105,7 +113,7 @@ def strategy(
     _check_runs(algorithm, expected)
     kept = algorithm.link.init(leaves.trained(model, params), num_clients)
     initial = ServerState(0, params, kept, np.full(num_clients, -1))
-    setup = Setup(experiment, one, expected, num_clients, cohort, key, sequences, terms)
+    setup = Setup(experiment, one, expected, num_clients, cohort, key, sequences, terms, secure)
     return Strategy(setup, initial if state is None else _checked_state(state, initial))
 
 

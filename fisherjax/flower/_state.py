@@ -13,6 +13,7 @@ from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax.algorithms.base import Algorithm, Update, send_params
 from fisherjax.clients import Federation
+from fisherjax.flower._secure import Secure
 from fisherjax.leaves import Leaves
 from fisherjax.rounds import Federated
 from fisherjax.typing import AnyArray, Key, Params
@@ -63,8 +64,9 @@ class Report(NamedTuple):
     Attributes:
         number: Number of the round, from 0.
         clients: Numbers of the clients whose uploads were merged; empty if the round failed.
-        weights: Their weights, numbers of examples that `max_weight` bounds.
-        loss: Mean training loss of these clients in nats in the last local epoch.
+        weights: Their weights, numbers of examples that `max_weight` bounds; NaN in secure sums.
+        loss: Mean training loss of these clients in nats in the last local epoch; NaN if it is not
+            sent.
         left_out: Reason for which each other client was left out, by its number; and the reason for
             which the round failed, if it did, by "round".
         info: What the algorithm reports.
@@ -90,6 +92,7 @@ class Setup(NamedTuple):
         key: Key of the run.
         exchanges: Messages without training.
         terms: What is accepted of clients.
+        secure: Terms of secure sums; None if clients send their updates.
     """
 
     experiment: Federated
@@ -100,6 +103,7 @@ class Setup(NamedTuple):
     key: Key
     exchanges: tuple[tuple[Algorithm, ...], ...]
     terms: Terms
+    secure: Secure | None
 
 
 def check_terms(terms: Terms) -> None:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,8 +19,9 @@ from fisherjax import files
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.files._shown import shown
-from fisherjax.flower import _received, _wire
+from fisherjax.flower import _received, _secure, _secure_server, _wire
 from fisherjax.flower._grid import Reply, Streaming, replies
+from fisherjax.flower._secure_client import Group
 from fisherjax.flower._state import (
     Report,
     ServerState,
@@ -33,7 +34,7 @@ from fisherjax.flower._state import (
 )
 from fisherjax.merging.exchanges import message_shapes, start_message
 from fisherjax.rounds._one_round import draw_cohort
-from fisherjax.typing import Key
+from fisherjax.typing import Key, Params
 
 _POLL = 0.5  # seconds between two looks for clients
 
@@ -55,6 +56,7 @@ class Strategy(FlowerStrategy):
         self._places: dict[int, int] = {}  # number of the client of each node that was ever seen
         self._asked: dict[int, int] = {}  # the same, of the nodes that were asked in this round
         self._left_out: dict[int | str, str] = {}
+        self._merging: Callable[..., _received.Merged] = _received.merge
 
     def run(
         self,
@@ -115,12 +117,13 @@ class Strategy(FlowerStrategy):
             parts = parts_of(setup.experiment, params, setup.example)
             sent = exchanged(algorithm, parts, start)
             about = {"exchange": which, "message": step} | self._common(algorithm, key)
-            content = _wire.content(about, _wire.written(partial(files.save_arrays, tree=sent)))
             self._asked = self._connected(grid)
-            asked = [Message(content, x, _wire.EXCHANGE, ttl=terms.timeout) for x in self._asked]
             request = self._request(algorithm, shapes_of_one(shapes[step].sent))
+            merge, about = self._begin(grid, request, params, about)
+            content = _wire.content(about, _wire.written(partial(files.save_arrays, tree=sent)))
+            asked = [Message(content, x, _wire.EXCHANGE, ttl=terms.timeout) for x in self._asked]
             arriving = replies(grid, asked, terms.timeout)
-            found = _received.merge(request, params, arriving, kept, key)
+            found = merge(request, params, arriving, kept, key)
             params, kept, report = found.params, found.state, self._report(found)
         assert report is not None  # a sequence has a message
         self.state = self.state._replace(params=params)
@@ -237,6 +240,11 @@ class Strategy(FlowerStrategy):
                 request.leave_out(place, ValueError("it is not connected"))
         parts = parts_of(setup.experiment, state.params, setup.example)
         about = {"num-clients": setup.num_clients} | self._common(algorithm, key)
+        try:
+            self._merging, about = self._begin(grid, request, state.params, about)
+        except ValueError as error:
+            # Nobody trains for a sum that cannot be.
+            self._left_out["sum"], self._asked = str(error), {}
         messages, file = [], None
         for node, place in self._asked.items():
             if file is None or algorithm.link.personal:
@@ -246,6 +254,31 @@ class Strategy(FlowerStrategy):
             how = {"ttl": setup.terms.timeout}
             messages.append(Message(_wire.content(own, file), node, _wire.TRAIN, **how))
         return messages
+
+    def _begin(
+        self, grid: Grid, request: _received.Request, params: Params, about: dict[str, Any]
+    ) -> tuple[Callable[..., _received.Merged], dict[str, Any]]:
+        """Return what merges the replies of those who are asked, and what these are told.
+
+        Before a secure sum clients exchange keys, and only those are asked who did so.
+        """
+        setup = self._setup
+        if setup.secure is None:
+            return _received.merge, about
+        nodes = {place: node for node, place in self._asked.items()}
+
+        def ask(given: Mapping[int, dict[str, Any]]) -> Iterable[Reply]:
+            how = {"ttl": setup.terms.timeout}
+            asked = [
+                Message(_wire.content(own), nodes[place], _wire.SECURE, **how)
+                for place, own in given.items()
+            ]
+            return replies(grid, asked, setup.terms.timeout)
+
+        begun = _secure_server.begin(request, setup.secure, params, nodes, ask)
+        self._asked = {nodes[place]: place for place in begun.clients}
+        partners = {"partners": _secure.written(Group(begun.partners))}
+        return partial(_secure_server.merge, begun=begun, ask=ask), about | partners
 
     def _with_missing(self, arriving: Iterable[Message]) -> Iterable[Reply]:
         """Yield the replies of Flower's loop, and at the end the nodes that did not reply."""
@@ -264,7 +297,7 @@ class Strategy(FlowerStrategy):
         key = jax.random.fold_in(setup.key, state.number)
         request = self._request(algorithm, setup.expected)
         try:
-            found = _received.merge(request, state.params, arriving, state.algorithm, key)
+            found = self._merging(request, state.params, arriving, state.algorithm, key)
         except ValueError as error:
             warnings.warn(f"Round {state.number} changes nothing: {error}", stacklevel=3)
             # A round that failed is counted too: the next one must draw another cohort.

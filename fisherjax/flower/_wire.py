@@ -15,7 +15,7 @@ from fisherjax.files.base import version
 
 FORMAT = 1
 """Version of the messages. Sides of different formats do not work together."""
-HELLO, TRAIN, EXCHANGE = "query.hello", "train", "query.exchange"
+HELLO, TRAIN, EXCHANGE, SECURE = "query.hello", "train", "query.exchange", "query.secure"
 """Types of the messages, as Flower names them."""
 _ABOUT, _FILE = "fisherjax", "file"
 _SERIALIZATION = "fisherjax.safetensors"
