@@ -257,9 +257,10 @@ def _train(client: Client, request: Request) -> RecordDict:
     # Of a client that hides what it sends, the loss would disclose something.
     is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
     loss = float("nan") if is_hidden else trained.loss[0, -1]
-    start = given[1].start if given[0].start is None else given[0].start
-    start = jax.tree.map(lambda x: x[0], start) if given[0].start is None else start
-    return _reply(client, update, request, loss, algorithm, leaves.join(*parts._replace(trained=start)))
+    common, own = (each.start for each in given)
+    start = jax.tree.map(lambda x: x[0], own) if common is None else common
+    params = leaves.join(*parts._replace(trained=start))
+    return _reply(client, update, request, loss, algorithm, params)
 
 
 @partial(jit, static_argnums=0)

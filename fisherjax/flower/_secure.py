@@ -179,14 +179,14 @@ def vector(file: bytes, agreed: Setting, limits: files.Limits) -> np.ndarray:
 
 
 def written(value: Any) -> str:
-    """Write a named tuple of a message or a client's state as text; arrays are left out.
+    r"""Write a named tuple of a message or a client's state as text; arrays are left out.
 
     Example:
-        >>> text = written(Plan((0, 2), 5, b"\\x01", b""))
+        >>> text = written(Plan((0, 2), 5, b"\x01", b""))
         >>> text
         '{"clients": [0, 2], "length": 5, "session": "01", "encoding": ""}'
         >>> read(Plan, text).session
-        b'\\x01'
+        b'\x01'
     """
     return json.dumps(_plain(value))
 

@@ -173,5 +173,3 @@ def _spend(folder: Path, opened: Sum, stage: str) -> None:
             f"this client has answered stage '{stage}' of this sum already; expected each stage "
             "once. Do not continue with a server that asks twice."
         ) from None
-
-

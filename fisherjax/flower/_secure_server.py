@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from fisherjax import merging, tree
-from fisherjax._core import checks
+from fisherjax import merging
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.flower import _received, _secure, _wire
 from fisherjax.flower._grid import Reply
@@ -92,9 +90,7 @@ def begin(
         return messages(request, agreed, plan, name, kind, view, ask(about))
 
     everybody = dict.fromkeys(range(agreed.num_clients))
-    sent = stage(
-        "advertise", Keys, plan_view(agreed), everybody, plan=_secure.written(plan)
-    )
+    sent = stage("advertise", Keys, plan_view(agreed), everybody, plan=_secure.written(plan))
     roster: dict[int, Keys] = {}
     for place, message in sent.items():
         try:

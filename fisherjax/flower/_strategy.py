@@ -244,7 +244,7 @@ class Strategy(FlowerStrategy):
             self._merging, about = self._begin(grid, request, state.params, about)
         except ValueError as error:
             # Nobody trains for a sum that cannot be.
-            self._left_out["sum"], self._asked = str(error), {}
+            self._merging, self._asked = partial(_raise, error), {}
         messages, file = [], None
         for node, place in self._asked.items():
             if file is None or algorithm.link.personal:
@@ -318,6 +318,10 @@ class Strategy(FlowerStrategy):
         )
         loss, left_out = float(np.average(losses, weights=weights)), dict(self._left_out)
         return Report(self.state.number, places, weights, loss, left_out, found.info)
+
+
+def _raise(error: ValueError, *_: Any) -> Any:
+    raise error
 
 
 def _as_before(new: Any, old: Any) -> Any:

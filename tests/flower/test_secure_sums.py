@@ -1,31 +1,255 @@
-"""Secure sums over Flower: what they merge, who may drop out, and what clients refuse."""
+"""Secure sums over Flower: what they merge, who may drop out, and what each side refuses."""
 
 import os
-from functools import partial
+import re
 
 import jax
 import numpy as np
 import pytest
-from tests.flower.conftest import CLIENTS, SIZE, distance, simulated, warned
 
 import fisherjax as fj
+from fisherjax import algorithms
+from tests.flower.conftest import CLIENTS, KEY, MODEL, SGD, SIZE, distance, warned
 
 pytest.importorskip("cryptography", reason="needs the extra secure")
+HEAD = algorithms.analytic_head(MODEL)
 METHODS = {
-    "fedavg": fj.algorithms.fedavg(),
+    "fedavg": algorithms.fedavg(),
+    "diagonal": algorithms.fedfisher(MODEL, fisher=fj.fisher.diagonal),
+    "scaffold": algorithms.scaffold(),
 }
+STAGES = ("advertise", "share", "accept", "mask", "confirm", "unmask")
 
 
-@pytest.mark.parametrize("signed", [False, True])
-def test_x(world, over_flower, flower, tmp_path, signed):
-    secure = flower.Secure(bound=100.0, most_examples=SIZE)
-    own = secure
-    if signed:
-        signing = [os.urandom(32) for _ in range(CLIENTS)]
-        verifiers = tuple(map(fj.secure_aggregation.keys.verifier, signing))
-        secure = secure._replace(verifiers=verifiers)
-        own = lambda c: secure._replace(signing=signing[c.node_config["partition-id"]])
-    found = over_flower(world, METHODS["fedavg"], 2, secure=secure, client={"secure": own, "folder": tmp_path})
-    expected = over_flower(world, METHODS["fedavg"], 2)
-    print(found._left_out)
-    assert distance(found.state.params, expected.state.params) < 1e-6
+@pytest.fixture(scope="session")
+def terms(flower):
+    """Terms of sums in which a client of SIZE examples weighs one."""
+    return flower.Secure(bound=1000.0, most_examples=SIZE)
+
+
+def signed(terms, number):
+    """Return terms of signed sums for the server, and the function of the clients."""
+    own = [os.urandom(32) for _ in range(number)]
+    terms = terms._replace(verifiers=tuple(map(fj.secure_aggregation.keys.verifier, own)))
+    return terms, lambda node: terms._replace(signing=own[node.node_config["partition-id"]])
+
+
+def stage_of(message):
+    about = message.content["fisherjax"]
+    return about.get("stage", "mask" if "partners" in about else message.metadata.message_type)
+
+
+@pytest.fixture
+def runs(world, flower, tmp_path):
+    """Run rounds with clients of unequal sizes, whose app a function may change."""
+
+    def load(context):
+        place = context.node_config["partition-id"]
+        rows = np.arange(place, len(world.inputs), 4)[: 3 + place % 3]
+        return world.inputs[rows], world.targets[rows]
+
+    def run(algorithm, number, *, secure=None, own="same", change=lambda app: app, **more):
+        rounds, own = more.pop("rounds", 1), secure if own == "same" else own
+        how = {"params": world.params, "batch_size": SIZE, "folder": tmp_path / str(id(change))}
+        how["exchanges"] = more.get("exchanges", ())
+        client = flower.client_app(algorithm, MODEL, SGD, load, secure=own, **how)
+        given = {"example": world.example, "num_clients": number, "key": KEY, "secure": secure}
+        server = flower.strategy(algorithm, MODEL, world.params, **given, **more)
+        reports = []
+        grid = flower.InProcess(change(client), number)
+        server.run(grid, rounds, lambda _, report: reports.append(report))
+        return server.state, reports
+
+    return run
+
+
+@pytest.mark.parametrize("is_signed", [False, True], ids=["honest", "signed"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_secure_sum_is_the_open_one_to_fixed_point(runs, terms, name, is_signed):
+    server, own = signed(terms, 4) if is_signed else (terms, terms)
+    found, reports = runs(METHODS[name], 4, secure=server, own=own, rounds=2)
+    expected, _ = runs(METHODS[name], 4, rounds=2)
+    assert distance(found.params, expected.params) < 2e-6
+    assert jax.tree.leaves(expected.algorithm) == [] or name == "scaffold"
+    assert distance(found.algorithm or [0.0], expected.algorithm or [0.0]) < 2e-6
+    assert [report.clients for report in reports] == [(0, 1, 2, 3)] * 2
+    assert np.isnan([report.loss for report in reports]).all()
+
+
+def test_a_head_by_an_exchange_is_that_of_open_sums(runs, terms):
+    how = {"exchanges": [HEAD]}
+    found, _ = runs(METHODS["fedavg"], 3, secure=terms, **how)
+    expected, _ = runs(METHODS["fedavg"], 3, **how)
+    plain, _ = runs(METHODS["fedavg"], 3)
+    assert distance(found.params, expected.params) < 1e-4 < distance(plain.params, found.params)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_three_of_ten_clients_drop_out_at_a_stage(runs, terms, stage):
+    lost = {1, 4, 8}
+
+    def change(app, stage=stage):
+        def answer(message, context):
+            if context.node_config["partition-id"] in lost and stage_of(message) == stage:
+                raise RuntimeError("gone")
+            return app(message, context)
+
+        return answer
+
+    server, own = signed(terms, 10)
+    with warned("Client 4 is left out of round 0: .*gone"):
+        found, [report] = runs(METHODS["fedavg"], 10, secure=server, own=own, change=change)
+    # Whose vector has arrived is in the sum, even if the client drops out after that.
+    kept = STAGES.index(stage) > STAGES.index("mask")
+    assert report.clients == tuple(x for x in range(10) if kept or x not in lost)
+    assert report.left_out.keys() == lost
+    everybody, _ = runs(METHODS["fedavg"], 10)
+    with warned("Client 4 is left out"):
+        others, _ = runs(METHODS["fedavg"], 10, change=lambda app: change(app, "train"))
+    assert distance(found.params, (everybody if kept else others).params) < 1e-6
+    assert distance(everybody.params, others.params) > 1e-4
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_more_than_the_threshold_allows_changes_nothing(runs, terms, stage):
+    def change(app):
+        def answer(message, context):
+            if context.node_config["partition-id"] == 2 and stage_of(message) == stage:
+                raise RuntimeError("gone")
+            return app(message, context)
+
+        return answer
+
+    server, own = signed(terms, 3)
+    with warned("fewer than the threshold 3"), pytest.raises(RuntimeError, match="threshold 3"):
+        runs(METHODS["fedavg"], 3, secure=server, own=own, change=change)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("fault", ["text", "place", "tag", "view", "other", "missing"])
+def test_one_that_sends_garbage_is_left_out_by_name(runs, terms, stage, fault):
+    def change(app):
+        def answer(message, context):
+            reply = app(message, context)
+            if context.node_config["partition-id"] == 2 and stage_of(message) == stage:
+                about = reply.content["fisherjax"]
+                damage(about, fault)
+            return reply
+
+        return answer
+
+    server, own = signed(terms, 4)
+    with warned("Client 2 is left out of round 0"):
+        found, [report] = runs(METHODS["fedavg"], 4, secure=server, own=own, change=change)
+    assert 2 in report.left_out
+    assert np.isfinite(found.params["first"]["kernel"]).all()
+
+
+def damage(about, fault):
+    text = about["answer"]
+    if fault == "text":
+        about["answer"] = "[" * 10_000
+    elif fault == "missing":
+        del about["answer"]
+    elif fault == "other":
+        about["stage"] = "hello"
+    elif fault == "place":
+        about["answer"] = text.replace('"client": 2', '"client": 1')
+    else:
+        found = re.search(rf'"{fault}": "(..)', text)
+        first = "00" if found[1] != "00" else "01"
+        about["answer"] = text[: found.start(1)] + first + text[found.end(1) :]
+
+
+def test_the_masked_reply_tells_no_more_than_the_masked_vector(runs, terms):
+    seen = []
+
+    def change(app):
+        def answer(message, context):
+            reply = app(message, context)
+            seen.append((stage_of(message), dict(reply.content["fisherjax"])))
+            return reply
+
+        return answer
+
+    runs(METHODS["fedavg"], 3, secure=terms, change=change)
+    assert {name for stage, about in seen if stage == "mask" for name in about} == {
+        *("answer", "stage", "version", "format"),
+    }
+    assert "query.hello" in {stage for stage, _ in seen}
+
+
+@pytest.mark.parametrize("is_signed", [False, True], ids=["honest", "signed"])
+@pytest.mark.parametrize("stage", [*STAGES, "train"])
+def test_a_client_answers_no_stage_twice(runs, terms, stage, is_signed):
+    if stage == "confirm" and not is_signed:
+        pytest.skip("only signed sums have this stage")
+    errors = []
+
+    def change(app):
+        def answer(message, context):
+            # Two processes that begin with the same state.
+            state = context.state.copy()
+            reply = app(message, context)
+            if stage_of(message) == stage or (stage == "train" and stage_of(message) == "mask"):
+                context.state = state
+                if stage == "train":
+                    del message.content["fisherjax"]["partners"]
+                try:
+                    app(message, context)
+                except ValueError as error:
+                    errors.append(str(error))
+                    raise
+            return reply
+
+        return answer
+
+    server, own = signed(terms, 3) if is_signed else (terms, terms)
+    with warned("left out"), pytest.raises(RuntimeError, match="No round of 1"):
+        runs(METHODS["fedavg"], 3, secure=server, own=own, change=change)
+    text = "asks for an open upload" if stage == "train" else "has answered stage"
+    assert errors
+    assert all(text in error for error in errors)
+
+
+def test_a_client_takes_part_only_as_its_own_terms_say(runs, terms):
+    for server, own, text in [
+        (terms, terms._replace(least=4), r"expected at least 4 different ones"),
+        (terms, terms._replace(bound=1.0), "another encoding"),
+        (terms, terms._replace(bits=32), "another view|setting|encoding"),
+        (terms, signed(terms, 3)[1], "not signed|another view|setting|changed"),
+        (signed(terms, 3)[0], terms, "not signed|another view"),
+        (signed(terms, 3)[0], signed(terms, 3)[1], "not signed|another view"),
+    ]:
+        with warned(text), pytest.raises(RuntimeError, match="No round of 1"):
+            runs(METHODS["fedavg"], 3, secure=server, own=own)
+
+
+def test_only_one_side_with_terms_is_refused(runs, terms, world, flower):
+    average = METHODS["fedavg"]
+    with warned("The server adds up secure sums"), pytest.raises(RuntimeError, match="No round"):
+        runs(average, 3, secure=terms, own=None)
+    with warned("asks for an open upload"), pytest.raises(RuntimeError, match="No round"):
+        runs(average, 3, own=terms)
+
+
+def test_what_cannot_be_secure_is_refused_at_once(world, flower, terms):
+    kfac = algorithms.fedfisher(MODEL)
+    how = {"example": world.example, "num_clients": CLIENTS, "key": KEY}
+    with pytest.raises(ValueError, match=r"its reduce is None.*fedfisher_sketched"):
+        flower.strategy(kfac, MODEL, world.params, **how, secure=terms)
+    with pytest.raises(ValueError, match="its reduce is None"):
+        flower.client_app(kfac, MODEL, SGD, world.load, params=world.params, secure=terms)
+    average = METHODS["fedavg"]
+    with pytest.raises(ValueError, match=r"secure\.least"):
+        flower.strategy(average, MODEL, world.params, **how, secure=terms._replace(least=4))
+    for wrong, text in [
+        ({"bound": 0.0}, "bound"),
+        ({"most_examples": -1}, "most_examples"),
+        ({"bits": 16}, "bits"),
+        ({"least": 1}, "least"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            flower.strategy(average, MODEL, world.params, **how, secure=terms._replace(**wrong))
+    with pytest.raises(TypeError, match=r"flower\.Secure"):
+        flower.strategy(average, MODEL, world.params, **how, secure=True)

@@ -158,7 +158,7 @@ def test_another_message_of_the_same_round_draws_other_noise(flower, world):
     """A server that asks twice with one number must not find the noise by subtraction."""
     from fisherjax.flower import _client
 
-    client = _client.Client(None, None, None, (), None, fj.privacy.system_key(), None)
+    client = _client.Client(None, None, None, (), None, fj.privacy.system_key(), None, None)
     message = {"round": 0, "accepted": -1}
     asked = [(message, b"a"), (message, b"a"), (message, b"b"), (message | {"accepted": 0}, b"a")]
     keys = [
