@@ -3,8 +3,10 @@
     python -m experiments.flower keys runs/keys --nodes 2 --hosts server.example.org
 
 The folder then holds ca.crt, which every node and `run` need; server.crt and server.key for the
-superlink; and for each node node-I.pem, which goes to that node alone, and node-I.pub, which the
-superlink registers. A second call adds the keys of further nodes. The key that signed the
+superlink; and for each node node-I.pem and sums-I.key, which go to that node alone, and node-I.pub,
+which the superlink registers. Nodes sign their messages of secure sums with sums-I.key, and
+verifiers.txt, which every node and `run` need, has the public keys. A second call adds the keys of
+further nodes. The key that signed the
 certificate is not kept, so that nobody can sign another: for other hosts, make a new folder.
 """
 
@@ -19,9 +21,11 @@ import tyro
 from rich.console import Console
 
 from experiments.harness import commands
+from fisherjax.secure_aggregation import keys as sums
 
 PROGRAM = "experiments.flower keys"
 CA, CERTIFICATE, KEY = "ca.crt", "server.crt", "server.key"
+VERIFIERS = "verifiers.txt"
 _AUTHORITY = "fisherjax superlink's authority"
 
 
@@ -53,6 +57,11 @@ def public(folder: Path) -> list[Path]:
     return sorted(folder.glob("node-*.pub"))
 
 
+def signing(folder: Path, node: int) -> Path:
+    """Return the path of the key by which a node signs its messages of secure sums."""
+    return folder / f"sums-{node}.key"
+
+
 def _check(asked: Config) -> None:
     for option in ("nodes", "days"):
         commands.check(asked, option, "1 or more", lambda number: number >= 1)
@@ -72,6 +81,7 @@ def main(asked: Config, console: Console) -> None:
     made = [n for n in range(asked.nodes) if not _public(asked.folder, n).exists()]
     for node in made:
         _write_node(asked.folder, node)
+    _write_sums(asked.folder, asked.nodes)
     console.print(
         f"In {asked.folder}/: {', '.join(sorted(p.name for p in asked.folder.iterdir()))}"
     )
@@ -174,6 +184,17 @@ def _write_node(folder: Path, node: int) -> None:
     _write(private(folder, node), _private(key, "OpenSSH"))
     # The last one, by which a second call sees that both are there.
     _write(_public(folder, node), key.public_key().public_bytes(*how))
+
+
+def _write_sums(folder: Path, nodes: int) -> None:
+    """Add the keys of nodes that have none to the public ones, a line for each node."""
+    path = folder / VERIFIERS
+    lines = path.read_text().splitlines() if path.exists() else []
+    for node in range(len(lines), nodes):
+        own = os.urandom(sums.SECRET)
+        _write(signing(folder, node), own)
+        lines.append(sums.verifier(own).hex())
+    _write(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _write(path: Path, data: bytes) -> None:

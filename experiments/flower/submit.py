@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.flower import links, processes, report
+from experiments.flower import keys, links, processes, report
 from experiments.flower.report import Round
 from experiments.harness import commands, folders, limits, progress, records
 
@@ -65,6 +65,8 @@ class Config(links.Security):
     """Number of sound uploads without which a round fails, and the run with it."""
     max_weight: float = 0.0
     """Largest number of examples that counts as a client's weight; 0 is any."""
+    secure_bound: float = 0.0
+    """Largest absolute value in a client's term of a secure sum; 0 lets clients send updates."""
     data_dir: commands.FolderOrNone = None
     """Folder of the data of the server, for its test images."""
     superlink: str = links.ADDRESS
@@ -83,8 +85,13 @@ def _check(asked: Config) -> None:
     commands.check_name("model", asked.model, ("mlp", "lenet", "simple_cnn"))
     expected = f"1 to the {asked.num_clients} clients"
     commands.check(asked, "min_replies", expected, lambda n: 1 <= n <= asked.num_clients)
-    for option in ("timeout", "connect", "max_weight"):
+    for option in ("timeout", "connect", "max_weight", "secure_bound"):
         commands.check(asked, option, "0 or more", lambda x: x >= 0)
+    if asked.secure_bound and not asked.max_weight:
+        raise ValueError(
+            "--secure-bound is given without --max-weight; expected the number of examples that "
+            "weighs one in a secure sum"
+        )
 
 
 @commands.command(PROGRAM, __doc__, Config, _check, all_cores=lambda _: False, cached=False)
@@ -103,11 +110,13 @@ def app_config(asked: Config) -> dict[str, Any]:
     names = (
         *("dataset", "model", "num_clients", "alpha", "rounds", "epochs"),
         *("batch_size", "learning_rate", "momentum", "seed", "timeout", "connect", "min_replies"),
-        "max_weight",
+        *("max_weight", "secure_bound"),
     )
     found = {name.replace("_", "-"): getattr(asked, name) for name in names}
     data = "" if asked.data_dir is None else str(asked.data_dir.absolute())
     found["algorithm"] = asked.method
+    verifiers = asked.keys and asked.keys / keys.VERIFIERS
+    found["verifiers"] = str(verifiers.absolute()) if verifiers else ""
     return found | {"data-dir": data, "folder": str((asked.out / "server").absolute())}
 
 

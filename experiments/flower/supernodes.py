@@ -18,6 +18,7 @@ from experiments.flower import keys, links, processes
 from experiments.harness import commands
 
 PROGRAM = "experiments.flower supernodes"
+_SUMS = "signing-key", "verifiers"
 _SHORT, _TRIES = 60.0, 2
 """Seconds below which a program ended at once, and how often that is no reason to give up."""
 
@@ -58,6 +59,9 @@ def flower_command(asked: Config, node: int) -> list[str]:
         command += ["--root-certificates", str(asked.keys / keys.CA)]
         command += ["--auth-supernode-private-key", str(keys.private(asked.keys, node))]
     own = {"partition-id": node, "state-dir": str((asked.folder / f"node-{node}").absolute())}
+    if asked.keys is not None:
+        paths = keys.signing(asked.keys, node), asked.keys / keys.VERIFIERS
+        own |= {name: str(path.absolute()) for name, path in zip(_SUMS, paths, strict=True)}
     if asked.data_dir is not None:
         own["data-dir"] = str(asked.data_dir.absolute())
     words = [*(f"{name}={json.dumps(value)}" for name, value in own.items()), *asked.node_config]

@@ -1,7 +1,9 @@
 """The client: trains when the server asks for it, and reports its seconds.
 
 A node's configuration has `partition-id`, the number of the client, and may have `data-dir`, the
-folder of the data, and `state-dir`, the folder for what the client keeps from round to round.
+folder of the data; `state-dir`, the folder for what the client keeps from round to round; and for
+secure sums `signing-key` and `verifiers`, the paths of the client's private key and of all public
+ones. With `secure-only=true` the client sends nothing but to secure sums.
 """
 
 from fisherjax_app import seconds  # isort: skip  # it measures the imports that follow
@@ -38,6 +40,12 @@ def client(context: Context) -> ClientApp:
     def load(context: Context) -> tuple:
         return tasks.examples(config, task.train, context.node_config["partition-id"])
 
+    secure = tasks.secure(config, node.get("verifiers", ""), node.get("signing-key", ""))
+    if secure is None and node.get("secure-only"):
+        raise ValueError(
+            "The run has no secure sums, but the node has secure-only=true; expected a run with "
+            "--secure-bound"
+        )
     return flower.client_app(
         task.algorithm,
         task.model,
@@ -48,6 +56,7 @@ def client(context: Context) -> ClientApp:
         batch_size=config["batch-size"],
         folder=node.get("state-dir"),
         method=config["algorithm"],
+        secure=secure,
     )
 
 

@@ -14,7 +14,16 @@ from fisherjax import files
 from fisherjax.flower import ServerState
 
 STATE, ROUNDS, MODEL, CONFIG = "state.safetensors", "rounds.jsonl", "model.safetensors", "run.json"
-_MAY_DIFFER = ("rounds", "timeout", "connect", "min-replies", "max-weight", "data-dir", "folder")
+_MAY_DIFFER = (
+    "rounds",
+    "timeout",
+    "connect",
+    "min-replies",
+    "max-weight",
+    "data-dir",
+    "folder",
+    "verifiers",
+)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ def run(grid: Metered, config: Mapping[str, Any], folder: Path) -> None:
         num_clients=config["num-clients"],
         key=jax.random.key(config["seed"]),
         terms=terms(config),
+        secure=tasks.secure(config, config["verifiers"]),
     )
     server.state = saved.load(folder, server.state) or server.state
     rows = saved.rows(folder, server.state.number)

@@ -9,6 +9,7 @@ import jax
 import optax
 
 import fisherjax as fj
+from fisherjax import flower
 
 MODELS = {"mlp": fj.networks.MLP, "lenet": fj.networks.LeNet, "simple_cnn": fj.networks.SimpleCNN}
 
@@ -51,6 +52,23 @@ def examples(config: Mapping[str, Any], train: fj.datasets.Dataset, client: int)
     how = {"alpha": config["alpha"], "seed": config["seed"]}
     rows = fj.partition.dirichlet_of_client(train.targets, number, **how)[client]
     return train.inputs[rows], train.targets[rows]
+
+
+def secure(config: Mapping[str, Any], verifiers: str, signing: str = "") -> flower.Secure | None:
+    """Return the terms of secure sums; None if clients send their updates.
+
+    `verifiers` is the path of the public keys of all clients, a line of hexadecimal digits each,
+    and `signing` that of the private key of a client; without them the server has to be honest.
+    """
+    if not config["secure-bound"]:
+        return None
+    lines = Path(verifiers).read_text().split() if verifiers else ()
+    return flower.Secure(
+        config["secure-bound"],
+        config["max-weight"],
+        verifiers=tuple(map(bytes.fromhex, lines)),
+        signing=Path(signing).read_bytes() if signing else b"",
+    )
 
 
 def keep_programs() -> None:
