@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from experiments.flower import keys, processes, proxy, report, submit, supernode
 from experiments.flower.load.app import task as load
 from experiments.flower.load.report import quotient
 from experiments.harness import folders, records
+from fisherjax.secure_aggregation.keys import verifier
 
 COMPOSE = Path(submit.APP).with_name("compose.yaml")
 
@@ -33,6 +35,8 @@ COMPOSE = Path(submit.APP).with_name("compose.yaml")
         ("supernodes --insecure --superlink 127.0.0.1:1", "nothing answers at --superlink"),
         ("run --insecure --superlink 127.0.0.1:1 --out DIR/run", "nothing answers at --superlink"),
         ("run --insecure --min-replies 3", "--min-replies is 3, expected 1 to the 2 clients"),
+        ("run --insecure --secure-bound 10", "--secure-bound is given without --max-weight"),
+        ("run --insecure --secure-bound -1", "--secure-bound is -1.0, expected 0 or more"),
         ("run --insecure --rounds 0", "--rounds is 0, expected 1 or more"),
         ("run --insecure --method fedavgg", "did you mean 'fedavg'"),
         ("run --insecure --dataset digit", "did you mean 'digits'"),
@@ -91,8 +95,12 @@ def test_further_nodes_get_keys_and_the_others_keep_theirs(tmp_path, capsys):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert keys.main([str(tmp_path), "--nodes", "2"]) == 0
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert after.keys() - before.keys() == {"node-1.pem", "node-1.pub"}
+    assert after.keys() - before.keys() == {"node-1.pem", "node-1.pub", "sums-1.key"}
+    before, lines = dict(before), after[keys.VERIFIERS].split()
+    assert after[keys.VERIFIERS].startswith(before.pop(keys.VERIFIERS))
     assert before.items() <= after.items()
+    signing = [after[f"sums-{node}.key"] for node in range(2)]
+    assert [bytes.fromhex(line.decode()) for line in lines] == [*map(verifier, signing)]
     assert after["node-0.pub"] != after["node-1.pub"]
     assert keys.main([str(tmp_path), "--hosts", "other.example"]) == 1
     assert "choose another folder" in capsys.readouterr().err
@@ -165,6 +173,33 @@ def test_nodes_say_which_client_they_are_and_share_no_port(tmp_path, monkeypatch
     secure = supernodes.flower_command(supernodes.Config(keys=tmp_path, folder=tmp_path), 1)
     assert "--insecure" not in secure
     assert secure[secure.index("--auth-supernode-private-key") + 1].endswith("node-1.pem")
+    assert f'signing-key="{tmp_path / "sums-1.key"}"' in secure[-1]
+    assert f'verifiers="{tmp_path / keys.VERIFIERS}"' in secure[-1]
+
+
+def test_both_sides_of_the_app_have_the_same_terms_of_secure_sums(tmp_path, monkeypatch):
+    pytest.importorskip("flwr.app")
+    assert keys.main([str(tmp_path), "--nodes", "3"]) == 0
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app import task
+
+    asked = submit.Config(keys=tmp_path, secure_bound=10.0, max_weight=50.0)
+    config = submit.app_config(asked)
+    server = task.secure(config, config["verifiers"])
+    client = task.secure(config, config["verifiers"], str(keys.signing(tmp_path, 2)))
+    assert client._replace(signing=b"") == server
+    assert server.verifiers[2] == verifier(client.signing)
+    assert task.secure(submit.app_config(submit.Config(keys=tmp_path)), "") is None
+
+
+def test_a_node_that_sends_to_secure_sums_only_refuses_an_open_run(monkeypatch):
+    pytest.importorskip("flwr.app")
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app import client_app
+
+    config, node = submit.app_config(submit.Config(insecure=True)), {"secure-only": True}
+    with pytest.raises(ValueError, match="expected a run with --secure-bound"):
+        client_app.client(SimpleNamespace(run_config=config, node_config=node))
 
 
 def test_rounds_that_were_saved_become_rows():
