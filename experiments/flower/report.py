@@ -77,7 +77,11 @@ def _line(name: str, row: Round) -> tuple[str, ...]:
     times = (row.start, row.imports, row.compile, row.work, row.transfer, row.aggregate)
     return (
         *(name, str(row.clients), str(row.left_out), f"{100 * row.accuracy:.1f}"),
-        *(f"{row.loss:.3f}", tables.size(row.down), tables.size(row.up)),
+        *(
+            "-" if math.isnan(row.loss) else f"{row.loss:.3f}",
+            tables.size(row.down),
+            tables.size(row.up),
+        ),
         *(f"{x:.2f}" for x in (*times, row.seconds)),
     )
 
