@@ -1,6 +1,7 @@
 """A client's part in a secure sum: one message after another, and what it keeps between them."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,7 +87,15 @@ def masked(
             "The server agreed on another encoding of the sum; expected the same algorithm, "
             "network, bound and bits on both sides."
         )
-    values = fixed_point.encode(encoding, term, f"client {place}")
+    try:
+        values = fixed_point.encode(encoding, term, f"client {place}")
+    except ValueError as error:
+        # The server gets the text of an error, which must not tell of the numbers.
+        warnings.warn(str(error), stacklevel=2)
+        raise ValueError(
+            "This client's term of the sum exceeds the agreed bound or is not finite; its own log "
+            "says which leaf. Agree on a larger bound, or train with a smaller learning rate."
+        ) from None
     group = _secure.read(Group, about.get("partners"))
     own, message = protocol.mask(opened.agreed, opened.own, group.places, values)
     text = _kept(opened, (own, message), "mask", folder, context)

@@ -37,6 +37,7 @@ from fisherjax.rounds._one_round import draw_cohort
 from fisherjax.typing import Key, Params
 
 _POLL = 0.5  # seconds between two looks for clients
+_HELLO = 60.0  # least seconds for which a new node may take to say which client it is
 
 
 class Strategy(FlowerStrategy):
@@ -94,7 +95,8 @@ class Strategy(FlowerStrategy):
     def exchange(self, grid: Grid, which: int = 0) -> Report:
         """Run an exchange without training among all clients that are connected.
 
-        Its key is the run's, folded by the number of the state. The model of the state becomes the
+        Its key is the run's, folded by the number of the state, and by `which` if that is not 0, so
+        that exchanges of one number draw other noise. The model of the state becomes the
         merged one.
 
         Args:
@@ -110,6 +112,7 @@ class Strategy(FlowerStrategy):
         """
         setup, terms = self._setup, self._setup.terms
         key = jax.random.fold_in(setup.key, self.state.number)
+        key = jax.random.fold_in(key, which) if which else key
         sequence, params, kept, report = setup.exchanges[which], self.state.params, None, None
         shapes, self._left_out = message_shapes(sequence, params, setup.example), {}
         for step, algorithm in enumerate(sequence):
@@ -192,7 +195,9 @@ class Strategy(FlowerStrategy):
         new = [node for node in nodes if node not in self._places]
         how = {"ttl": terms.timeout}
         asked = [Message(_wire.content(about), node, _wire.HELLO, **how) for node in new]
-        for node, message in replies(grid, asked, terms.timeout):
+        # One that does not say who it is must not hold up the others for as long as training may.
+        seconds = min(terms.timeout, max(terms.connect, _HELLO))
+        for node, message in replies(grid, asked, seconds):
             try:
                 place = _wire.field(_received.checked_content(message)[0], "partition-id", int)
                 self._check_place(place, nodes)

@@ -253,3 +253,25 @@ def test_what_cannot_be_secure_is_refused_at_once(world, flower, terms):
             flower.strategy(average, MODEL, world.params, **how, secure=terms._replace(**wrong))
     with pytest.raises(TypeError, match=r"flower\.Secure"):
         flower.strategy(average, MODEL, world.params, **how, secure=True)
+
+
+def test_a_term_beyond_the_bound_is_left_out_and_the_server_is_not_told_by_how_much(runs, terms):
+    small = terms._replace(bound=1e-3)
+    texts = "beyond the agreed bound 0.001", "exceeds the agreed bound or is not finite"
+    with warned(*texts), pytest.raises(RuntimeError, match="No round of 1") as found:
+        runs(METHODS["fedavg"], 3, secure=small)
+    assert "an entry of" not in str(found.value)
+
+
+def test_a_new_process_in_the_middle_of_a_sum_takes_no_further_part(runs, terms):
+    def change(app):
+        def answer(message, context):
+            if context.node_config["partition-id"] == 1 and stage_of(message) == "mask":
+                context.state.clear()
+            return app(message, context)
+
+        return answer
+
+    with warned("Client 1 is left out of round 0: .*started anew"):
+        _, [report] = runs(METHODS["fedavg"], 4, secure=terms, change=change)
+    assert report.clients == (0, 2, 3)
