@@ -275,3 +275,17 @@ def test_a_new_process_in_the_middle_of_a_sum_takes_no_further_part(runs, terms)
     with warned("Client 1 is left out of round 0: .*started anew"):
         _, [report] = runs(METHODS["fedavg"], 4, secure=terms, change=change)
     assert report.clients == (0, 2, 3)
+
+
+def test_flowers_own_loop_adds_up_secure_sums(world, flower, terms):
+    app = flower.client_app(
+        METHODS["fedavg"], MODEL, SGD, world.load, params=world.params, secure=terms
+    )
+    how = {"example": world.example, "num_clients": CLIENTS, "key": KEY}
+    server = flower.strategy(METHODS["fedavg"], MODEL, world.params, **how, secure=terms)
+    server.start(flower.InProcess(app, CLIENTS), num_rounds=2)
+    open_app = flower.client_app(METHODS["fedavg"], MODEL, SGD, world.load, params=world.params)
+    other = flower.strategy(METHODS["fedavg"], MODEL, world.params, **how)
+    other.run(flower.InProcess(open_app, CLIENTS), 2)
+    assert server.state.number == 2
+    assert distance(server.state.params, other.state.params) < 1e-6
