@@ -104,8 +104,8 @@ BUILT = {  # folders whose files build on one another
     ],
     "rounds": ["_one_round", "experiment"],
     "flower": [
-        *("_wire", "_uploads", "_state", "_kept", "_client", "_grid", "_received"),
-        *("_strategy", "_server"),
+        *("_wire", "_uploads", "_secure", "_state", "_kept", "_secure_client", "_replies"),
+        *("_client", "_grid", "_received", "_nodes", "_secure_server", "_strategy", "_server"),
     ],
     "metrics": ["_targets", "_test_set", "_clients"],
 }
@@ -145,7 +145,8 @@ ALONE = {  # who may import what the rest must not see
     "sklearn": {"datasets.reading"},
     "cryptography": {"secure_aggregation.keys"},
     "flwr": {f"flower{x}" for x in ("", *("._wire", "._kept", "._client", "._grid", "._received"))}
-    | {"flower._strategy", "flower._server"},
+    | {"flower._strategy", "flower._server", "flower._nodes", "flower._replies"}
+    | {"flower._secure", "flower._secure_client"},
 }
 HEAVY = [
     *("kfac_jax", "chex", "tensorflow_datasets", "tensorflow", "orbax", "flax"),

@@ -1,68 +1,41 @@
 """The client's side: Flower's ClientApp of an algorithm."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fisherjax import clients, files, leaves, local_update, rounds, tree
+from fisherjax import clients, files, leaves, local_update, rounds
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._divergence import finite_leaves
 from fisherjax._user_data import whole
-from fisherjax.algorithms.base import Algorithm, Update, as_sequence
-from fisherjax.clients import Federation
-from fisherjax.files.uploads.update import check_method
-from fisherjax.flower import _kept, _secure, _secure_client, _uploads, _wire
+from fisherjax.algorithms.base import Algorithm, as_sequence
+from fisherjax.flower import _kept, _secure, _secure_client, _wire
+from fisherjax.flower._replies import (
+    Client,
+    Request,
+    check_finite,
+    check_same_algorithm,
+    key_for,
+    member_of,
+    place_of,
+    reply,
+)
 from fisherjax.flower._secure import Secure
-from fisherjax.flower._state import digest, download_shapes, exchanged, key_of, parts_of
+from fisherjax.flower._state import digest, download_shapes, exchanged, parts_of
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs
 from fisherjax.merging.exchanges import message_shapes, summarize_received
 from fisherjax.parallel import Layout
-from fisherjax.rounds import Federated
 from fisherjax.rounds._one_round import client_half, client_inputs
 from fisherjax.typing import Key, Model, Params
-
-
-class Client(NamedTuple):
-    """Arguments of `client_app`, checked."""
-
-    experiment: Federated
-    params: Params
-    load: Callable[[Context], Any]
-    exchanges: tuple[tuple[Algorithm, ...], ...]
-    folder: Path | None
-    key: Key | None
-    method: str | None
-    secure: Secure | Callable[[Context], Secure] | None
-
-
-class Request(NamedTuple):
-    """A message of the server, and what the client needs to answer it.
-
-    Attributes:
-        about: Description of the message.
-        file: Bytes of its arrays.
-        place: Number of the client.
-        federation: The client's examples, as a federation of one client.
-        context: Flower's context of the client.
-    """
-
-    about: dict[str, Any]
-    file: bytes | None
-    place: int
-    federation: Federation
-    context: Context
 
 
 def client_app(
@@ -77,11 +50,12 @@ def client_app(
     exchanges: Sequence[Any] = (),
     folder: Any = None,
     key: Key | None = None,
-    method: str | None = None,
     secure: Secure | Callable[[Context], Secure] | None = None,
 ) -> ClientApp:
     """Make Flower's app of a client, which trains by an algorithm and sends its updates.
 
+    Updates are sent as the bytes of upload files, which name the first method in
+    `algorithms.METHODS` that has such uploads; where there is none, as arrays by leaf name.
     Client i of M is a node whose configuration has `partition-id=i`. In round r it has the key of
     client i in round r of `rounds.run`, so that it trains as it would there.
 
@@ -104,8 +78,6 @@ def client_app(
         key: Secret key of the client, folded by each message, so that other messages draw other
             noise (default: the key that the server sends). Training that draws noise, as of
             `privacy.dp_sgd`, requires one.
-        method: Name in `algorithms.METHODS` for which uploads are made, see `files.save_update`
-            (default: found by what is sent; where nothing fits, uploads are arrays by leaf name).
         secure: Terms of secure sums, or a function from Flower's context to them, as each client
             has its own signing key. The client then sends its term of a sum under masks only, and
             refuses to send an update by itself. With a `folder`, no stage of a sum is answered
@@ -130,8 +102,6 @@ def client_app(
             "key is None, but this model trains with noise, as of privacy.dp_sgd, which the server "
             "must not know; expected a secret key of the client, such as privacy.system_key()."
         )
-    if method is not None:
-        check_method(method)
     if secure is not None:
         for each in (algorithm, *chain(*map(as_sequence, exchanges))):
             _secure.check_sums(each)
@@ -144,7 +114,6 @@ def client_app(
         tuple(map(as_sequence, exchanges)),
         None if folder is None else Path(folder),
         key,
-        method,
         secure,
     )
     app = ClientApp()
@@ -164,7 +133,7 @@ def _answered(
 ) -> Message:
     """Answer a message."""
     about, file = _wire.opened(message.content)
-    place = _place(context)
+    place = place_of(context)
     # Of whatever the client has, the rows in use are copied.
     inputs, targets = whole(client.load(context), "load(context)")
     if not len(targets):
@@ -177,40 +146,15 @@ def _answered(
 
 def _secure_stage(client: Client, message: Message, context: Context) -> Message:
     """Answer a message of a secure sum for which the client does not train."""
-    if client.secure is None:
-        raise ValueError(
-            "The server adds up secure sums, but this client has no terms of them; expected the "
-            "same `secure` on both sides."
-        )
-    about, _ = _wire.opened(message.content)
-    secure = _secure.of_client(client.secure, client.folder, context)
-    found = _secure_client.answer(secure, _place(context), client.folder, about, context)
+    member = member_of(client, context)
+    found = _secure_client.answer(member, _wire.opened(message.content)[0])
     return Message(_wire.content(found), reply_to=message)
-
-
-def _place(context: Context) -> int:
-    place = context.node_config.get("partition-id")
-    if type(place) is not int or place < 0:
-        raise ValueError(
-            f"The node's configuration has partition-id {place!r}; expected the number of the "
-            'client, from 0: start it with --node-config "partition-id=0".'
-        )
-    return place
 
 
 def _hello(client: Client, request: Request) -> RecordDict:
     """Tell the server which client this is, and what it runs."""
-    _check_same_algorithm(client.experiment.algorithm, request.about)
+    check_same_algorithm(client.experiment.algorithm, request.about)
     return _wire.content({"partition-id": request.place, "kind": client.experiment.algorithm.kind})
-
-
-def _check_same_algorithm(own: Algorithm, about: Mapping[str, Any]) -> None:
-    kind = _wire.field(about, "kind", str)
-    if kind != own.kind:
-        raise ValueError(
-            f"The server merges '{kind}', but this client sends '{own.kind}'; expected the same "
-            "algorithm on both sides."
-        )
 
 
 def _parts(client: Client, request: Request) -> Leaves:
@@ -224,25 +168,14 @@ def _parts(client: Client, request: Request) -> Leaves:
     return parts
 
 
-def _key(client: Client, request: Request) -> Key:
-    about = request.about
-    if client.key is not None:
-        # Folded by all that the server sent, which it may send anew with the number of an earlier
-        # round: noise that was drawn twice would cancel in the difference of the replies.
-        sent = hashlib.sha256(repr(sorted(about.items())).encode() + (request.file or b""))
-        words = np.frombuffer(sent.digest(), np.uint32)
-        return reduce(jax.random.fold_in, words, client.key)
-    return key_of(_wire.field(about, "key", bytes), _wire.field(about, "key-kind", str))
-
-
 def _train(client: Client, request: Request) -> RecordDict:
     """Train from what the server sent, and send the update."""
     about, data = request.about, request.federation
     experiment, algorithm = client.experiment, client.experiment.algorithm
-    _check_same_algorithm(algorithm, about)
+    check_same_algorithm(algorithm, about)
     parts = _parts(client, request)
     number, accepted = (_wire.field(about, name, int) for name in ("round", "accepted"))
-    key = _key(client, request)
+    key = key_for(client, request)
     first = experiment.init(client.params, data)
     experiment.check(first, data, key)
     like = download_shapes(experiment, parts, _wire.field(about, "num-clients", int))
@@ -252,7 +185,7 @@ def _train(client: Client, request: Request) -> RecordDict:
     given = _given(algorithm, received, parts._replace(trained=None, frozen=None), before)
     given = given[0]._replace(frozen=parts.frozen), given[1]
     trained, update, after = client_half(experiment, Layout(1, None), given, before, data, key)
-    _check_finite(update, after)
+    check_finite(update, after)
     _kept.save(request.context, path, (before, after), (accepted, number))
     # Of a client that hides what it sends, the loss would disclose something.
     is_hidden = algorithm.link.draws or local_update.hides_the_loss(experiment.model)
@@ -260,7 +193,7 @@ def _train(client: Client, request: Request) -> RecordDict:
     common, own = (each.start for each in given)
     start = jax.tree.map(lambda x: x[0], own) if common is None else common
     params = leaves.join(*parts._replace(trained=start))
-    return _reply(client, update, request, loss, algorithm, params)
+    return reply(client, update, request, loss, algorithm, params)
 
 
 @partial(jit, static_argnums=0)
@@ -269,50 +202,6 @@ def _given(
 ) -> tuple[ClientInputs, ClientInputs]:
     parts = parts._replace(statistics=leaves.replace(parts.statistics, received["statistics"]))
     return client_inputs(algorithm, received["message"], None, parts, before)
-
-
-def _check_finite(update: Update, after: Any) -> None:
-    finite = finite_leaves((update, after))
-    if not finite.all():
-        name = tree.names((update, after))[int(finite.argmin())]
-        raise ValueError(
-            f"This client's update is not finite ({name}): it diverged. Train with a smaller "
-            "learning rate."
-        )
-
-
-def _reply(
-    client: Client,
-    update: Update,
-    request: Request,
-    loss: Any,
-    algorithm: Algorithm,
-    params: Params,
-) -> RecordDict:
-    size = int(request.federation.sizes[0])
-    is_asked = "partners" in request.about
-    if is_asked != (client.secure is not None):
-        asked, has = ("a masked", "no") if is_asked else ("an open", "has")
-        raise ValueError(
-            f"The server asks for {asked} upload, but this client has {has} terms of secure sums; "
-            "expected the same `secure` on both sides."
-        )
-    if client.secure is not None:
-        secure = _secure.of_client(client.secure, client.folder, request.context)
-        where = secure, request.place, client.folder, request.about, request.context
-        about, file = _secure_client.masked(*where, algorithm, params, update, size)
-        return _wire.content(about, file)
-    one = files.of_client(update, 0)
-    method = client.method or _uploads.method_of(one, client.experiment.model)
-    sent = _uploads.write(one, method, str(request.place), size)
-    about = {
-        "partition-id": request.place,
-        "round": _wire.field(request.about, "round", int),
-        "layout": sent.layout,
-        "examples": float(size),
-        "loss": float(loss),
-    }
-    return _wire.content(about, sent.file)
 
 
 def _exchange(client: Client, request: Request) -> RecordDict:
@@ -326,8 +215,8 @@ def _exchange(client: Client, request: Request) -> RecordDict:
             "know; expected the same `exchanges` on both sides."
         )
     sequence = client.exchanges[which]
-    algorithm, key = sequence[step], _key(client, request)
-    _check_same_algorithm(algorithm, about)
+    algorithm, key = sequence[step], key_for(client, request)
+    check_same_algorithm(algorithm, about)
     shapes = message_shapes(sequence, client.params, data)[step]
     parts = _parts(client, request)
     like = exchanged(algorithm, parts, shapes.received)
@@ -336,5 +225,5 @@ def _exchange(client: Client, request: Request) -> RecordDict:
     own = params if algorithm.model is None else leaves.trained(algorithm.model, params)
     start = received.get("start", own)
     update = summarize_received(algorithm, params, start, data, key=key)
-    _check_finite(update, ())
-    return _reply(client, update, request, float("nan"), algorithm, params)
+    check_finite(update, ())
+    return reply(client, update, request, float("nan"), algorithm, params)

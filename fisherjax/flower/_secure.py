@@ -163,7 +163,8 @@ def term(
     parts = split_params(params, update)
     found = decode_and_screen(algorithm, parts, update, weight, "raise")
     assert algorithm.reduce is not None
-    return add_up(algorithm.reduce, *found.values, found.weights)
+    values, statistics = found.values
+    return add_up(algorithm.reduce, values, statistics, found.weights)
 
 
 def vector_file(values: np.ndarray) -> bytes:
@@ -209,13 +210,13 @@ def read(kind: Any, text: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "_asdict"):
+        return {name: _plain(x) for name, x in value._asdict().items()}
     match value:
         case bytes():
             return value.hex()
         case np.ndarray():
             return None
-        case tuple() if hasattr(value, "_asdict"):
-            return {name: _plain(x) for name, x in value._asdict().items()}
         case Mapping():
             return [[int(key), _plain(x)] for key, x in sorted(value.items())]
         case set():

@@ -37,6 +37,15 @@ class Group(NamedTuple):
     confirmed: tuple[Confirmed, ...] = ()
 
 
+class Member(NamedTuple):
+    """A client of secure sums: its terms, its number, its folder and Flower's context of it."""
+
+    secure: Secure
+    place: int
+    folder: Path | None
+    context: Context
+
+
 class Sum(NamedTuple):
     """A client's view of a sum.
 
@@ -51,44 +60,39 @@ class Sum(NamedTuple):
     own: Client
 
 
-def answer(
-    secure: Secure, place: int, folder: Path | None, about: Mapping[str, Any], context: Context
-) -> dict[str, Any]:
+def answer(member: Member, about: Mapping[str, Any]) -> dict[str, Any]:
     """Answer a message of a sum but the one for which the client trains."""
     stage = _wire.field(about, "stage", str)
     if stage == "advertise":
-        found = _advertised(secure, place, folder, about, context)
+        found = _advertised(member, about)
     else:
         steps = {"share": _share, "accept": _accept, "confirm": _confirm, "unmask": _unmask}
         if stage not in steps:
             raise ValueError(f"the message has stage {stage!r:.40}; expected one of {list(steps)}")
-        opened = _opened(secure, context)
-        found = _kept(opened, steps[stage](opened, about), stage, folder, context)
+        opened = _opened(member)
+        found = _kept(member, opened, steps[stage](opened, about), stage)
     return {"stage": stage, "answer": found}
 
 
 def masked(
-    secure: Secure,
-    place: int,
-    folder: Path | None,
+    member: Member,
     about: Mapping[str, Any],
-    context: Context,
     algorithm: Algorithm,
     params: Params,
     update: Update,
     examples: int,
 ) -> tuple[dict[str, Any], bytes]:
     """Mask a client's term; return a description and the bytes of the vector's file."""
-    opened = _opened(secure, context)
-    term = _secure.term(algorithm, params, update, float(examples), secure)
-    encoding = _secure.ring(secure, term, opened.agreed.num_clients)
+    opened = _opened(member)
+    term = _secure.term(algorithm, params, update, float(examples), member.secure)
+    encoding = _secure.ring(member.secure, term, opened.agreed.num_clients)
     if fixed_point.digest(encoding) != opened.agreed.encoding:
         raise ValueError(
             "The server agreed on another encoding of the sum; expected the same algorithm, "
             "network, bound and bits on both sides."
         )
     try:
-        values = fixed_point.encode(encoding, term, f"client {place}")
+        values = fixed_point.encode(encoding, term, f"client {member.place}")
     except ValueError as error:
         # The server gets the text of an error, which must not tell of the numbers.
         warnings.warn(str(error), stacklevel=2)
@@ -98,13 +102,12 @@ def masked(
         ) from None
     group = _secure.read(Group, about.get("partners"))
     own, message = protocol.mask(opened.agreed, opened.own, group.places, values)
-    text = _kept(opened, (own, message), "mask", folder, context)
+    text = _kept(member, opened, (own, message), "mask")
     return {"stage": "mask", "answer": text}, _secure.vector_file(message.values)
 
 
-def _advertised(
-    secure: Secure, place: int, folder: Path | None, about: Mapping[str, Any], context: Context
-) -> str:
+def _advertised(member: Member, about: Mapping[str, Any]) -> str:
+    secure, place = member.secure, member.place
     plan = _secure.read(Plan, about.get("plan"))
     agreed = _secure.agreed(secure, plan)
     if place not in plan.clients:
@@ -113,7 +116,7 @@ def _advertised(
         )
     where = plan.clients.index(place)
     own, message = protocol.advertise(agreed, where, os.urandom, secure.signing)
-    return _kept(Sum(agreed, plan, own), (own, message), "advertise", folder, context)
+    return _kept(member, Sum(agreed, plan, own), (own, message), "advertise")
 
 
 def _share(opened: Sum, about: Mapping[str, Any]) -> tuple[Client, Any]:
@@ -136,9 +139,9 @@ def _unmask(opened: Sum, about: Mapping[str, Any]) -> tuple[Client, Any]:
     return protocol.unmask(opened.agreed, opened.own, group.places, group.confirmed)
 
 
-def _opened(secure: Secure, context: Context) -> Sum:
+def _opened(member: Member) -> Sum:
     """Return the client's part in the sum that it advertised last."""
-    record = context.state.get(_RECORD)
+    record = member.context.state.get(_RECORD)
     if not isinstance(record, ConfigRecord):
         raise ValueError(
             "this client takes part in no secure sum, or its process was started anew since; "
@@ -147,23 +150,18 @@ def _opened(secure: Secure, context: Context) -> Sum:
     plan = _secure.read(Plan, record[_PLAN])
     own = _secure.read(Client, record[_OWN])
     # The signing key is not kept with the rest.
-    return Sum(_secure.agreed(secure, plan), plan, own._replace(signing=secure.signing))
+    own = own._replace(signing=member.secure.signing)
+    return Sum(_secure.agreed(member.secure, plan), plan, own)
 
 
-def _kept(
-    opened: Sum,
-    result: tuple[Client, Any],
-    stage: str,
-    folder: Path | None,
-    context: Context,
-) -> str:
+def _kept(member: Member, opened: Sum, result: tuple[Client, Any], stage: str) -> str:
     """Keep a client's state after a stage, and return its message as text."""
     own, message = result
-    if folder is not None:
-        _spend(folder, opened, stage)
+    if member.folder is not None:
+        _spend(member.folder, opened, stage)
     texts = {_PLAN: _secure.written(opened.plan)}
     texts[_OWN] = _secure.written(own._replace(signing=b""))
-    context.state[_RECORD] = ConfigRecord(texts)
+    member.context.state[_RECORD] = ConfigRecord(texts)
     return _secure.written(message)
 
 

@@ -1,6 +1,5 @@
 """Flower's strategy of an algorithm: the messages of a round, and the merge of the replies."""
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,9 +17,9 @@ from flwr.serverapp.strategy import Strategy as FlowerStrategy
 from fisherjax import files
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update
-from fisherjax.files._shown import shown
 from fisherjax.flower import _received, _secure, _secure_server, _wire
 from fisherjax.flower._grid import Reply, Streaming, replies
+from fisherjax.flower._nodes import Nodes
 from fisherjax.flower._secure_client import Group
 from fisherjax.flower._state import (
     Report,
@@ -35,9 +34,6 @@ from fisherjax.flower._state import (
 from fisherjax.merging.exchanges import message_shapes, start_message
 from fisherjax.rounds._one_round import draw_cohort
 from fisherjax.typing import Key, Params
-
-_POLL = 0.5  # seconds between two looks for clients
-_HELLO = 60.0  # least seconds for which a new node may take to say which client it is
 
 
 class Strategy(FlowerStrategy):
@@ -54,7 +50,7 @@ class Strategy(FlowerStrategy):
         self._setup = setup
         self.state = state
         self._frozen = digest(parts_of(setup.experiment, state.params, setup.example).frozen)
-        self._places: dict[int, int] = {}  # number of the client of each node that was ever seen
+        self._nodes = Nodes(setup)
         self._asked: dict[int, int] = {}  # the same, of the nodes that were asked in this round
         self._left_out: dict[int | str, str] = {}
         self._merging: Callable[..., _received.Merged] = _received.merge
@@ -120,7 +116,7 @@ class Strategy(FlowerStrategy):
             parts = parts_of(setup.experiment, params, setup.example)
             sent = exchanged(algorithm, parts, start)
             about = {"exchange": which, "message": step} | self._common(algorithm, key)
-            self._asked = self._connected(grid)
+            self._asked = self._nodes.connected(grid)
             request = self._request(algorithm, shapes_of_one(shapes[step].sent))
             merge, about = self._begin(grid, request, params, about)
             content = _wire.content(about, _wire.written(partial(files.save_arrays, tree=sent)))
@@ -183,42 +179,6 @@ class Strategy(FlowerStrategy):
     def summary(self) -> None:
         """Do nothing: Flower's loop logs what it runs."""
 
-    def _connected(self, grid: Grid) -> dict[int, int]:
-        """Return the client of each connected node. New nodes are asked which client they are."""
-        setup, terms, started = self._setup, self._setup.terms, time.monotonic()
-        wanted = terms.min_replies if self._places else setup.num_clients
-        while len(nodes := list(grid.get_node_ids())) < wanted:
-            if time.monotonic() - started >= terms.connect:
-                break
-            time.sleep(_POLL)
-        about = {"kind": setup.experiment.algorithm.kind}
-        new = [node for node in nodes if node not in self._places]
-        how = {"ttl": terms.timeout}
-        asked = [Message(_wire.content(about), node, _wire.HELLO, **how) for node in new]
-        # One that does not say who it is must not hold up the others for as long as training may.
-        seconds = min(terms.timeout, max(terms.connect, _HELLO))
-        for node, message in replies(grid, asked, seconds):
-            try:
-                place = _wire.field(_received.checked_content(message)[0], "partition-id", int)
-                self._check_place(place, nodes)
-                self._places[node] = place
-            except ValueError as error:
-                warnings.warn(f"Node {node} does not take part: {shown(error)}", stacklevel=2)
-        return {node: place for node, place in self._places.items() if node in nodes}
-
-    def _check_place(self, place: int, nodes: list[int]) -> None:
-        most = self._setup.num_clients - 1
-        if not 0 <= place <= most:
-            raise ValueError(f"its partition-id is {place}; expected 0 to {most}")
-        twins = [node for node, other in self._places.items() if other == place]
-        if any(node in nodes for node in twins):
-            raise ValueError(
-                f"its partition-id is {place}, as that of node {twins[0]}; expected one of its own"
-            )
-        # A node that left and came back has another number.
-        for node in twins:
-            del self._places[node]
-
     def _common(self, algorithm: Algorithm, key: Key) -> dict[str, Any]:
         """Return what every message of a round says."""
         own = {"kind": algorithm.kind, "round": self.state.number, "frozen": self._frozen}
@@ -235,7 +195,7 @@ class Strategy(FlowerStrategy):
         setup, state = self._setup, self.state
         algorithm = setup.experiment.algorithm
         key = jax.random.fold_in(setup.key, state.number)
-        nodes = {place: node for node, place in self._connected(grid).items()}
+        nodes = {place: node for node, place in self._nodes.connected(grid).items()}
         cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort)).tolist()
         self._asked = {nodes[place]: place for place in cohort if place in nodes}
         self._left_out = {}

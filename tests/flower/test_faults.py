@@ -275,6 +275,3 @@ def test_bad_input_is_refused_where_it_is_given(flower, world: World):
     noisy = fj.privacy.dp_sgd(MODEL, clip=1.0, noise_multiplier=1.0)
     with pytest.raises(ValueError, match="key is None, but this model trains with noise"):
         flower.client_app(AVERAGE, noisy, SGD, world.load, params=world.params)
-    how = {"params": world.params, "method": "fedavgg"}
-    with pytest.raises(ValueError, match="algorithm is 'fedavgg'"):
-        flower.client_app(AVERAGE, MODEL, SGD, world.load, **how)

@@ -156,13 +156,13 @@ def test_the_key_of_noise_stays_with_the_server(flower, world, over_flower):
 
 def test_another_message_of_the_same_round_draws_other_noise(flower, world):
     """A server that asks twice with one number must not find the noise by subtraction."""
-    from fisherjax.flower import _client
+    from fisherjax.flower import _replies
 
-    client = _client.Client(None, None, None, (), None, fj.privacy.system_key(), None, None)
+    client = _replies.Client(None, None, None, (), None, fj.privacy.system_key(), None)
     message = {"round": 0, "accepted": -1}
     asked = [(message, b"a"), (message, b"a"), (message, b"b"), (message | {"accepted": 0}, b"a")]
     keys = [
-        jax.random.key_data(_client._key(client, _client.Request(about, file, 0, None, None)))
+        jax.random.key_data(_replies.key_for(client, _replies.Request(about, file, 0, None, None)))
         for about, file in asked
     ]
     once, again, *others = (tuple(np.asarray(key).tolist()) for key in keys)

@@ -55,7 +55,6 @@ def client(context: Context) -> ClientApp:
         epochs=config["epochs"],
         batch_size=config["batch-size"],
         folder=node.get("state-dir"),
-        method=config["algorithm"],
         secure=secure,
     )
 
