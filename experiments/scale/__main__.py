@@ -22,12 +22,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from experiments.harness import commands, figures, records, tables
-from experiments.scale import coefficients, costs, networks, tree
+from experiments.harness import commands, records, tables
+from experiments.scale import coefficients, costs, networks, picture, tree
 
 PROGRAM = "experiments.scale"
 COSTS, MEASURED, PREDICTION, RUNS = "costs.md", "coefficients.json", "prediction.md", "tree.csv"
-_DRAWN, _COLOUR = 10**6, "tab:blue"
+PICTURE = "scale.png"
 _COLUMNS = ("run", "uploads", "seconds", "core_seconds", "memory", "difference", "load")
 
 
@@ -62,7 +62,7 @@ def main(asked: Config, console: Console) -> None:
         made = networks.lenet(), networks.transformer()
         sizes = {network.name: list(costs.sent(network)) for network in made}
         records.write_text(asked.out / COSTS, written(sizes, known))
-        _draw(asked.out, sizes, known)
+        picture.draw(asked.out / PICTURE, sizes, known)
         _report(asked, rows, console)
 
 
@@ -125,7 +125,7 @@ def _report(asked: Config, rows: list[list[Any]], console: Console) -> None:
     parts = [tables.markdown(table), words, "", f"jax {jax.__version__}, {os.cpu_count()} cores."]
     parts += ["", "```", commands.write(asked, PROGRAM), "```", ""]
     records.write_text(asked.out / "summary.md", "\n".join(parts))
-    console.print(f"In {asked.out}/: {COSTS}, {MEASURED}, {PREDICTION}, {RUNS}, scale.png")
+    console.print(f"In {asked.out}/: {COSTS}, {MEASURED}, {PREDICTION}, {RUNS}, {PICTURE}")
 
 
 def compared(rows: list[list[Any]], column: int) -> str:
@@ -133,20 +133,6 @@ def compared(rows: list[list[Any]], column: int) -> str:
     before, scale, after = (row[column] / row[1] for row in rows)
     what = {2: "An upload", 3: "Its core time"}[column]
     return f"{what} took {2 * scale / (before + after):.3f} times the mean of before and after."
-
-
-def _draw(out: Path, sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients) -> None:
-    """Draw the core time of each method for 10^6 devices, to which it is proportional."""
-    drawn, panels = figures.canvas(8, 3.6, columns=2, grid="x", sharey=True)
-    for panel, (network, own) in zip(panels, sizes.items(), strict=True):
-        hours = [_DRAWN * costs.core_seconds(one, known) / 3600 for one in own]
-        bars = panel.barh([figures.label(one.name) for one in own], hours, color=_COLOUR)
-        panel.bar_label(bars, [f"{x:.2g}" if x < 100 else f"{x:,.0f}" for x in hours], padding=3)
-        panel.set(title=network, xlabel="hours of a core, 10^6 devices", xscale="log")
-        # Room for the number beside the longest bar.
-        panel.set_xlim(min(hours) / 3, 30 * max(hours))
-    panels[0].invert_yaxis()
-    figures.save(drawn, out / "scale.png")
 
 
 if __name__ == "__main__":

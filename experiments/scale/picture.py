@@ -1,0 +1,23 @@
+"""Draw the core time of each method."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from experiments.harness import figures
+from experiments.scale import costs
+
+_DRAWN, _COLOUR = 10**6, "tab:blue"
+
+
+def draw(path: Path, sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients) -> None:
+    """Draw the core time of each method for 10^6 devices, to which it is proportional."""
+    drawn, panels = figures.canvas(8, 3.6, columns=2, grid="x", sharey=True)
+    for panel, (network, own) in zip(panels, sizes.items(), strict=True):
+        hours = [_DRAWN * costs.core_seconds(one, known) / 3600 for one in own]
+        bars = panel.barh([figures.label(one.name) for one in own], hours, color=_COLOUR)
+        panel.bar_label(bars, [f"{x:.2g}" if x < 100 else f"{x:,.0f}" for x in hours], padding=3)
+        panel.set(title=network, xlabel="hours of a core, 10^6 devices", xscale="log")
+        # Room for the number beside the longest bar.
+        panel.set_xlim(min(hours) / 3, 30 * max(hours))
+    panels[0].invert_yaxis()
+    figures.save(drawn, path)
