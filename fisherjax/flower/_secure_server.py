@@ -1,7 +1,7 @@
 """The server's part in a secure sum: pass messages on, leave out clients, and unmask the sum."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -178,36 +178,23 @@ def messages(
     Raises:
         ValueError: If there are fewer than the threshold.
     """
-    found = dict(_sound(request, agreed, plan, stage, kind, view, replies))
-    check_enough(agreed, len(found), stage)
-    return dict(sorted(found.items()))
-
-
-def _sound(
-    request: Request,
-    agreed: Setting,
-    plan: Plan,
-    stage: str,
-    kind: Any,
-    view: bytes,
-    replies: Iterable[Reply],
-) -> Iterator[tuple[int, Any]]:
-    alone = agreed._replace(threshold=1)
+    found, alone = {}, agreed._replace(threshold=1)
     for node, reply in replies:
         client = request.places[node]
         try:
             about, file = _received.checked_content(reply)
             if _wire.field(about, "stage", str) != stage:
                 raise ValueError(f"its reply is not of stage '{stage}'")
-            message = _secure.read(kind, about.get("answer"))
+            message, place = _secure.read(kind, about.get("answer")), plan.clients.index(client)
             if kind is Masked:
                 values = _secure.vector(file or b"", agreed, request.terms.limits)
                 message = message._replace(values=values)
-            place = plan.clients.index(client)
             if message.client != place:
                 raise ValueError(f"its message is of place {message.client}; expected {place}")
             # Each by itself, so that the garbage of one does not stop the others.
-            yield place, by_client(alone, [message], stage, view)[place]
+            found[place] = by_client(alone, [message], stage, view)[place]
         # Whatever one client sends, the sum goes on for the others.
         except Exception as error:
             request.leave_out(client, error)
+    check_enough(agreed, len(found), stage)
+    return dict(sorted(found.items()))
