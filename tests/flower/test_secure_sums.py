@@ -81,7 +81,7 @@ def test_a_head_by_an_exchange_is_that_of_open_sums(runs, terms):
     found, _ = runs(METHODS["fedavg"], 3, secure=terms, **how)
     expected, _ = runs(METHODS["fedavg"], 3, **how)
     plain, _ = runs(METHODS["fedavg"], 3)
-    assert distance(found.params, expected.params) < 1e-4 < distance(plain.params, found.params)
+    assert distance(found.params, expected.params) < 1e-5 < distance(plain.params, found.params)
 
 
 @pytest.mark.parametrize("stage", STAGES)
