@@ -161,7 +161,7 @@ def merge(
     # Weights and losses are the clients' own.
     unknown = float("nan")
     arrived = [Arrived(place, request.expected, unknown, unknown) for place in clients]
-    return Merged(*merged, [each._replace(update=None) for each in arrived])
+    return Merged(*merged, arrived)
 
 
 def messages(
