@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import imported, names
+from experiments.harness import decoded, imported, names
 from fisherjax.algorithms import METHODS
 from fisherjax.datasets import Dataset
 
@@ -36,7 +36,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "transformer": fj.networks.Transformer,
 }
 DATASETS: dict[str, Callable[[Path | None], Any]] = {
-    name: partial(fj.datasets.load, name) for name in fj.datasets.NAMES
+    name: partial(decoded.load, name) for name in fj.datasets.NAMES
 }
 _TABLES: dict[str, dict[str, Any]] = {"METHODS": METHODS, "NETWORKS": MODELS, "DATASETS": DATASETS}
 _CHECKED = {"METHODS": imported.method, "NETWORKS": imported.network, "DATASETS": imported.data}

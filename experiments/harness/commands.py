@@ -23,7 +23,7 @@ Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 _CACHE = "compilation_cache"
 _Cache = Annotated[
-    bool, tyro.conf.arg(help="Keep compiled programs in a folder, so that later runs start sooner.")
+    bool, tyro.conf.arg(help="Keep compiled programs and decoded data sets in a folder for later runs.")
 ]
 Options = tuple[tuple[str, Any], ...]
 """Options of methods that differ from the defaults: pairs such as ("fedprox.mu", 0.1)."""

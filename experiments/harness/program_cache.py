@@ -30,6 +30,11 @@ def disable() -> None:
     jax.config.update(_ENABLED, False)
 
 
+def enabled() -> bool:
+    """Return whether compiled programs may be kept."""
+    return getattr(jax.config, _ENABLED)
+
+
 @contextlib.contextmanager
 def kept() -> Iterator[str]:
     """Keep the programs that are compiled within this context; yield a sentence about it.
@@ -37,7 +42,7 @@ def kept() -> Iterator[str]:
     What the user chose, by an environment variable or by `jax.config`, stays. A folder that cannot
     be written is no error, and one with entries that cannot be read is emptied in the end.
     """
-    if not getattr(jax.config, _ENABLED):
+    if not enabled():
         yield "Compiled programs are not kept, as JAX_ENABLE_COMPILATION_CACHE says."
         return
     if _FOLDER.upper() in os.environ or getattr(jax.config, _FOLDER):

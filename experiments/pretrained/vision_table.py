@@ -24,7 +24,7 @@ import optax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, figures, folders, records, studies, tables
+from experiments.harness import commands, decoded, figures, folders, records, studies, tables
 from experiments.pretrained import images, models, paired, weights
 from experiments.pretrained.networks import NETWORKS
 from fisherjax.clients import Federation
@@ -185,7 +185,7 @@ def data(asked: Config, case: str, seed: int) -> tuple[Examples, Examples]:
     """Return the training and the test images of a case, as large as its network takes them."""
     network, random = NETWORKS[CASES[case].network], np.random.default_rng(seed)
     if CASES[case].dataset == "mnist":
-        parts = [(part.inputs, part.targets) for part in fj.datasets.load("mnist", asked.data_dir)]
+        parts = [(part.inputs, part.targets) for part in decoded.load("mnist", asked.data_dir)]
     else:
         folder = Path(asked.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "omniglot"
         drawn = images.omniglot(folder)
