@@ -39,7 +39,6 @@ class Network(NamedTuple):
         std: Number by which each channel is divided then.
         file: Name of its file of weights, see `weights`; "" if there is none to fetch.
         epsilon: What BatchNorm adds to variances.
-        momentum: Share of a minibatch in BatchNorm's running statistics.
     """
 
     outputs: Callable[[Layers, Array, int], Array]
@@ -49,7 +48,6 @@ class Network(NamedTuple):
     std: tuple[float, ...]
     file: str = ""
     epsilon: float = 1e-5
-    momentum: float = 0.1
 
 
 def _conv(
@@ -217,7 +215,7 @@ NETWORKS = {
     ),
     "efficientnet_lite0": Network(
         *(_efficientnet_lite0, "_fc", (64, 64, 3), *_LITE, "imagenet/efficientnet_lite0.pth"),
-        *(1e-3, 0.01),
+        epsilon=1e-3,
     ),
     "resnet18": Network(_resnet18, "fc", (64, 64, 3), *_IMAGENET),
 }

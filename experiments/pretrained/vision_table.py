@@ -86,6 +86,8 @@ class Config:
     """Momentum of SGD."""
     batch_size: int = 32
     """Examples of a minibatch."""
+    statistics: Literal["running", "start"] = "running"
+    """BatchNorm of clients: by minibatches, whose running statistics are kept, or as at the start."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "sampled"
     """Labels of the Fisher information: exact, sampled, or the data's."""
     max_examples: int = 500
@@ -212,7 +214,7 @@ def _start(asked: Config, case: str, start: str, seed: int) -> Params:
 def _clients(asked: Config, case: str, start: str, seed: int) -> Clients:
     train, test = data(asked, case, seed)
     first = _start(asked, case, start, seed)
-    model = models.model(NETWORKS[CASES[case].network], first)
+    model = models.model(NETWORKS[CASES[case].network], first, asked.statistics == "running")
     split = fj.partition.dirichlet_of_client(train.targets, asked.num_clients, asked.alpha, seed)
     federation = fj.clients.federation((train.inputs, train.targets), split)
     how = {"epochs": asked.epochs, "batch_size": asked.batch_size}
