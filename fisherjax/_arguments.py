@@ -7,6 +7,23 @@ from typing import Any
 
 from fisherjax import files
 
+HELP = {
+    "merge": (
+        "Merge uploads, or checkpoints, or adapters into one model.",
+        "merge merged.safetensors client0.safetensors client1.safetensors",
+        "merge merged.safetensors a.safetensors b.safetensors --weights 1 3",
+        "merge merged/ a/ b/ --fisher a_fisher.safetensors b_fisher.safetensors",
+    ),
+    "fisher": (
+        "Compute the Fisher file of a checkpoint, which merge reads.",
+        "fisher a_fisher.safetensors a.safetensors --import my_file.py:model_and_data",
+    ),
+    "inspect": ("Check a file and print its content.", "inspect client0.safetensors"),
+    "check": ("Check that this machine computes correctly.", "check", "check --one-per-core"),
+}
+"""Each command: what it does, and examples."""
+_MORE = "\n\npython -m fisherjax COMMAND --help has the options of a command."
+
 
 def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.ArgumentParser:
     """Make the parser of the command line.
@@ -15,10 +32,21 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
         text: What the program does; its first line is printed.
         functions: Function of each command, which `command` of the parsed arguments is.
     """
-    made = argparse.ArgumentParser("python -m fisherjax", description=text.split("\n")[0])
-    commands = made.add_subparsers(required=True, metavar="COMMAND")
-    merge = commands.add_parser("merge", help="merge uploads, or checkpoints, to one model")
-    merge.set_defaults(command=functions["merge"])
+    raw = argparse.RawDescriptionHelpFormatter  # examples keep their lines
+    epilog = _examples(*(lines[0] for _, *lines in HELP.values())) + _MORE
+    first = text.split("\n")[0]
+    made = argparse.ArgumentParser(
+        "python -m fisherjax", description=first, epilog=epilog, formatter_class=raw
+    )
+    commands = made.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    merge, fisher, inspect, check = (
+        commands.add_parser(
+            name, help=about, description=about, epilog=_examples(*lines), formatter_class=raw
+        )
+        for name, (about, *lines) in HELP.items()
+    )
+    for name, command in zip(HELP, (merge, fisher, inspect, check), strict=True):
+        command.set_defaults(command=functions[name])
     about = "the file to write, .safetensors; or a new folder, if the start or the first one is one"
     merge.add_argument("out", help=about)
     about = (
@@ -47,13 +75,15 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     about += "or leave them out (default: an error with their list)"
     choices = ("raise", "start", "first", "skip")
     merge.add_argument("--unequal", choices=choices, default="raise", help=about)
-    merge.add_argument("--on-nonfinite", choices=("raise", "drop"), default="raise")
+    about = "stop at an upload with values that are not finite (raise, the default), or leave it "
+    choices = ("raise", "drop")
+    merge.add_argument(
+        "--on-nonfinite", choices=choices, default="raise", help=f"{about}out (drop)"
+    )
     limit = {"type": _option, "action": "append", "default": [], "dest": "limits"}
     known = ", ".join(f"{name}={value}" for name, value in files.Limits()._asdict().items())
     sizes = f"largest sizes of a file (default {known}); may be repeated"
     merge.add_argument("--limit", **limit, metavar="NAME=VALUE", help=sizes)
-    fisher = commands.add_parser("fisher", help="compute the Fisher file of a checkpoint")
-    fisher.set_defaults(command=functions["fisher"])
     fisher.add_argument("out", help="the file to write, .safetensors")
     fisher.add_argument("checkpoint", help="a .safetensors file, or a folder of shards")
     about = (
@@ -74,15 +104,16 @@ def parser(text: str, functions: Mapping[str, Callable[..., Any]]) -> argparse.A
     about = "an option of the algorithm, such as max_examples=500; may be repeated"
     fisher.add_argument("--option", **option, metavar="NAME=VALUE", help=about)
     fisher.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
-    inspect = commands.add_parser("inspect", help="check a file and print its content")
-    inspect.set_defaults(command=functions["inspect"])
-    inspect.add_argument("file")
+    about = "an upload, a checkpoint, a merged model or a Fisher file"
+    inspect.add_argument("file", help=about)
     inspect.add_argument("--limit", **limit, metavar="NAME=VALUE", help=sizes)
-    check = commands.add_parser("check", help="check that this machine computes correctly")
-    check.set_defaults(command=functions["check"])
     about = "make each CPU core a device first, as devices.one_per_core does"
     check.add_argument("--one-per-core", action="store_true", help=about)
     return made
+
+
+def _examples(*lines: str) -> str:
+    return "\n".join(["examples:", *(f"  python -m fisherjax {line}" for line in lines)])
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -20,7 +20,7 @@ from fisherjax import tree
 from fisherjax._core.caching import cached
 from fisherjax.typing import Array, Params
 
-ALGORITHM_ARGUMENTS = ("start", "extras", "last_epoch")
+ALGORITHM_ARGUMENTS = ("start", "extras", "last_epoch", "factor")
 """Extra arguments for the optimisers of algorithms."""
 _LOSS = (("value", "grad", "value_fn", "grad_fn"), ("value", "grad", "value_fn"), ("value",))
 # The most arguments first, because some optimisers use arguments that they do not require.

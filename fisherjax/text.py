@@ -20,6 +20,7 @@ import numpy as np
 
 from fisherjax import partition
 from fisherjax._core import checks
+from fisherjax.datasets.natural import cut
 
 OPENINGS = (
     ("Coriolanus", "First Citizen:\nBefore we proceed any further"),
@@ -164,13 +165,13 @@ def windows(
         alphabet = "".join(sorted(set().union(*(role.text for role in roles))))
     inputs, targets = [], []
     for role in kept:
-        numbers = encode(role.text, alphabet)
-        end = (len(numbers) - 1) // context * context
-        inputs.append(numbers[:end].reshape(-1, context))
-        targets.append(numbers[1 : end + 1].reshape(-1, context))
+        own = cut(encode(role.text, alphabet), context)
+        inputs.append(own[0])
+        targets.append(own[1])
     owners = np.repeat(np.arange(len(kept)), [len(rows) for rows in inputs])
-    targets = np.concatenate(targets).astype(np.int32)
-    return Windows(np.concatenate(inputs), targets, partition.natural(owners), kept, alphabet)
+    return Windows(
+        np.concatenate(inputs), np.concatenate(targets), partition.natural(owners), kept, alphabet
+    )
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:

@@ -29,6 +29,8 @@ from fisherjax.algorithms.otfusion import OTFusionReport
 from fisherjax.algorithms.pfnm import PFNMReport
 from fisherjax.algorithms.registry import *  # noqa: F403
 from fisherjax.algorithms.stages import Stages, in_stages
+from fisherjax.algorithms.wrappers.adaptive import fedadam, fedyogi
+from fisherjax.algorithms.wrappers.learning_rates import with_learning_rates
 from fisherjax.algorithms.wrappers.local_leaves import keep_local
 from fisherjax.algorithms.wrappers.server_optimizer import with_server_optimizer
 
@@ -53,6 +55,8 @@ __all__ = [
     "WeightedSum",
     "check_options",
     "distilled",
+    "fedadam",
+    "fedyogi",
     "in_stages",
     "is_normalization",
     "keep_local",
@@ -65,6 +69,7 @@ __all__ = [
     "personal",
     "required",
     "voting",
+    "with_learning_rates",
     "with_server_optimizer",
 ]
 __all__ += registry.__all__

@@ -27,7 +27,7 @@ from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Examples, Key, Model, Params
 
 # Default number of a client's examples in a Fisher pass: more of them hardly make a merge by the
-# true Fisher more accurate (see docs/methods/merging.md).
+# true Fisher more accurate (see docs/results/examples.md).
 FISHER_EXAMPLES = 2000
 
 

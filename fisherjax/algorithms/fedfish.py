@@ -14,11 +14,12 @@ import optax
 
 from fisherjax import _sequences, leaves, local_update, solvers
 from fisherjax._core import checks
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import cached, name_of
 from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
 from fisherjax.algorithms.base import Algorithm, unchanged
 from fisherjax.clients import minibatches, num_batches, shuffled, weights_of
-from fisherjax.fisher import Diagonal
+from fisherjax.fisher import Diagonal, diagonal, kinds
+from fisherjax.fisher.kinds import Kind
 from fisherjax.solvers import Info
 from fisherjax.training import Trained
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
@@ -31,14 +32,17 @@ def fedfish(
     batch_size: int = 64,
     last_epoch: bool = False,
     average: bool = False,
+    kind: Kind | None = None,
+    damping: Scalar = 0.0,
     floor: Scalar = 1e-12,
 ) -> Algorithm[Info]:
     r"""Make FedFish, the coordinate-wise mean of the models weighted by squared batch gradients.
 
         F_i = sum_b (gradient of the mean loss of minibatch b)^2,
-        W_j = sum_i p_i F_ij W_ij / sum_i p_i F_ij   where the denominator exceeds a floor,
+        W_j = (sum_i p_i F_ij W_ij + d_j Wbar_j) / (sum_i p_i F_ij + d_j)
 
-    and the weighted mean sum_i p_i W_ij elsewhere, for parameters that no client used.
+    where the denominator exceeds a floor, and the weighted mean Wbar = sum_i p_i W_i elsewhere, for
+    parameters that no client used. d_j is the damping times the mean of sum_i p_i F_i over a leaf.
 
     Args:
         model: The network and the likelihood that clients minimise.
@@ -48,6 +52,12 @@ def fedfish(
             at the final weights, in an additional pass over the shuffled data.
         average: Whether to divide by the number of minibatches. The sum grows with the client's
             number of examples, which p_i then counts twice, as in the paper.
+        kind: None for the squares of minibatches, as in the paper; or an output-gradient estimator,
+            such as `fisher.true`, whose diagonal Fisher of single examples replaces them, summed
+            over a client's examples, or averaged. With minibatches of one example
+            `fisher.empirical` gives the same as None.
+        damping: Pull to the weighted mean, in units of a leaf's mean curvature. Zero, the default,
+            is the paper's method; a large number gives federated averaging.
         floor: Floor of the denominator, in units of its mean over a leaf.
 
     Returns:
@@ -55,8 +65,8 @@ def fedfish(
         needs only sums.
 
     Raises:
-        ValueError: If a number is out of range; on summarize with `last_epoch`, if models were
-            not trained by the algorithm's optimiser.
+        ValueError: If a number is out of range, or `last_epoch` is asked for with a kind; on
+            summarize with `last_epoch`, if models were not trained by the algorithm's optimiser.
 
     Example:
         >>> import fisherjax as fj
@@ -68,10 +78,20 @@ def fedfish(
         [[5. 0.]]
 
     Source: the paper above, which does not say what to do where no client has any Fisher
-        information; the squares of the last epoch are its appendix A.5.1.
+        information; the squares of the last epoch are its appendix A.5.1. Damping and other kinds
+        are this library's.
     """
     checks.model(model)
     checks.count("batch_size", batch_size)
+    checks.number("damping", damping)
+    if kind is not None:
+        checks.function("kind", kind, "fisher.true")
+        kinds.check(kind, model.likelihood)
+        if last_epoch:
+            raise ValueError(
+                f"last_epoch is True and kind is {name_of(kind)}; expected one of them: squares of "
+                "the last epoch are those of training's own gradients. Pass last_epoch=False."
+            )
 
     def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
         outputs = apply(params, inputs)
@@ -98,18 +118,23 @@ def fedfish(
                 "Train with training.train(..., optimizer=algorithm.optimizer(base)), or pass "
                 "last_epoch=False to compute them in a pass over the data."
             )
-        total = trained.extras if last_epoch else squares(key, trained.whole, examples)
-        if average:
-            size = jnp.count_nonzero(weights_of(examples))
+        size = jnp.count_nonzero(weights_of(examples))
+        if kind is not None:
+            how = {"kind": kind, "key": key, "batch_size": batch_size}
+            found = diagonal(model, trained.whole, examples, **how)
+            total = found.entries if average else _scaled(found.entries, size)
+        else:
+            total = trained.extras if last_epoch else squares(key, trained.whole, examples)
             # A client without examples has no minibatch, and its squares are zero.
             steps = jnp.maximum(num_batches(size, batch_size), 1)
-            total = jax.tree.map(lambda x: x / steps.astype(x.dtype), total)
+            total = _scaled(total, 1 / steps) if average else total
         return {"params": trained.params, "fisher": Diagonal(total)}, local
 
-    aggregate = solve_sums(solvers.closed_form(floor))
+    aggregate = solve_sums(solvers.closed_form(floor), damping)
     optimizer = _squaring if last_epoch else unchanged
-    kind = f"params, squared batch gradients{' (mean)' if average else ''}"
-    return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=kind, model=model)
+    what = "squared batch gradients" if kind is None else f"{name_of(kind)} diagonal Fisher sums"
+    sent = f"params, {what}{' (mean)' if average else ''}"
+    return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=sent, model=model)
 
 
 # The same wrapper for the same optimiser, so that `jit` does not compile training again. The cache
@@ -130,6 +155,10 @@ def _squaring(base: optax.GradientTransformation) -> optax.GradientTransformatio
 
 def _add_squares(squares: Params, gradient: Params) -> Params:
     return jax.tree.map(lambda s, g: s + jnp.square(g.astype(s.dtype)), squares, gradient)
+
+
+def _scaled(values: Params, factor: Array) -> Params:
+    return jax.tree.map(lambda x: x * factor.astype(x.dtype), values)
 
 
 def _zeros(params: Params) -> Params:

@@ -1,8 +1,8 @@
 """The registry: one table of all methods, from which every list of methods is made.
 
 A row of `METHODS` holds all that the library and the experiments know of a method by its name. The
-commands and their options, labels and colours of figures, `merge_files`, the table of the README
-and the battery of laws (`tests/algorithms/test_battery.py`) read it. To add a paper, write a file
+commands and their options, labels and colours of figures, `merge_files`, the table of methods and
+the battery of laws (`tests/algorithms/test_battery.py`) read it. To add a paper, write a file
 beside this one, an import and a row here, and a test of its own. A row lists the `LAWS` that hold
 for the method; the battery tests that these hold and that the others do not.
 """

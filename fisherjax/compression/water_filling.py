@@ -95,7 +95,7 @@ def water_filling(size: float, *, trust: float = 0.03) -> Codec:
 
     Source: this library, with the theorem that the module names. The default of trust was chosen
         on the FedFisher authors' clients of MNIST, from values between 0.01 and 1
-        (docs/how_to/compression.md).
+        (docs/methods/water_filling.md).
     """
     checks.positive("size", size)
     checks.positive("trust", trust)

@@ -33,7 +33,7 @@ class Secure(NamedTuple):
     """Terms of secure sums, the same on the server and on all clients.
 
     Without `verifiers` the server must be honest: it follows the protocol, though it may look at
-    all that it gets. With them it need not be, see `docs/how_to/flower.md`.
+    all that it gets. With them it need not be, see `docs/how_to/flower_secure.md`.
 
     Attributes:
         bound: Largest absolute value of an entry of a client's term, `algorithm.reduce` of its

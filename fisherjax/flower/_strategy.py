@@ -32,7 +32,7 @@ from fisherjax.flower._state import (
     parts_of,
 )
 from fisherjax.merging.exchanges import message_shapes, start_message
-from fisherjax.rounds._one_round import draw_cohort
+from fisherjax.rounds._cohorts import draw_cohort
 from fisherjax.typing import Key, Params
 
 
@@ -196,7 +196,11 @@ class Strategy(FlowerStrategy):
         algorithm = setup.experiment.algorithm
         key = jax.random.fold_in(setup.key, state.number)
         nodes = {place: node for node, place in self._nodes.connected(grid).items()}
-        cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort)).tolist()
+        available = setup.experiment.availability
+        chances = None if available is None else available(jnp.asarray(state.number))
+        cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort, chances)).tolist()
+        if chances is not None:
+            cohort = [place for place in cohort if chances[place] > 0]
         self._asked = {nodes[place]: place for place in cohort if place in nodes}
         self._left_out = {}
         request = self._request(algorithm, setup.expected)

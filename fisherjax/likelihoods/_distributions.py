@@ -103,9 +103,11 @@ def _check_bernoulli(shape: tuple[int, ...], y: AnyArray) -> None:
 
 def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str) -> None:
     if tuple(y.shape) != expected:
+        is_one_hot = name == "categorical" and tuple(y.shape[:-1]) == expected
+        remedy = "Of one-hot rows take targets.argmax(-1)" if is_one_hot else "Reshape the targets"
         raise ValueError(
             f"The {name} likelihood expected targets of shape {expected} ({meaning}), got "
-            f"{tuple(y.shape)}. Reshape the targets or check what apply returns."
+            f"{tuple(y.shape)}. {remedy}, or check what apply returns."
         )
 
 

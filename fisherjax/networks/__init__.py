@@ -6,27 +6,31 @@ Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024 (LeNet for MNIST-like
 CNN for 32 x 32 images, both without biases); Li, Diao, Chen, He, Federated Learning on Non-IID Data
 Silos, ICDE 2022, and its code, NIID-Bench (SimpleCNN and SimpleCNNMNIST); Huang, Shi, Cai, Suzuki,
 ICLR 2024 (NormedCNN). Deviation: images are [H, W, C] and are flattened in that order. The
-docstrings of ResidualMLP and the transformers have their sources.
+docstrings of the others have their sources.
 """
 
 from fisherjax.networks.functions import apply_fn, augmented, init, model
 from fisherjax.networks.images import (
     CNN,
     MLP,
+    DropoutCNN,
     LeNet,
     NormedCNN,
     ResidualMLP,
     SimpleCNN,
     SimpleCNNMNIST,
 )
+from fisherjax.networks.residual import ResNet18
 from fisherjax.networks.statistics import from_flax, from_moments, to_flax, to_moments
 from fisherjax.networks.transformer import Transformer, VisionTransformer
 
 __all__ = [
     "CNN",
     "MLP",
+    "DropoutCNN",
     "LeNet",
     "NormedCNN",
+    "ResNet18",
     "ResidualMLP",
     "SimpleCNN",
     "SimpleCNNMNIST",

@@ -157,11 +157,12 @@ def model(
     any_width: bool = False,
     positions: Positions | None = None,
 ) -> Model:
-    """Make the `fisherjax.Model` of a flax module, with BatchNorm and augmentation in training.
+    """Make the `fisherjax.Model` of a flax module, with BatchNorm, dropout and augmentation.
 
-    A module with BatchNorm takes an argument `train`, as is usual in flax. In training it is
-    normalised by the minibatch and updates running statistics; rows that fill a short minibatch
-    count for neither. Other modules train with `apply_fn`.
+    A module with BatchNorm or dropout takes an argument `train`, as is usual in flax. In training,
+    BatchNorm normalises by the minibatch and updates running statistics; rows that fill a short
+    minibatch count for neither. A module has dropout if it has a field `dropout` that is not zero;
+    its key is split from that of the minibatch. Other modules train with `apply_fn`.
 
     Args:
         module: `module(inputs [B, ...]) -> outputs`, with BatchNorm `module(inputs, train=True)`.
@@ -177,7 +178,7 @@ def model(
         The model; equal arguments give equal models.
 
     Raises:
-        ValueError: If a module with running statistics does not take `train`.
+        ValueError: If a module with running statistics or dropout does not take `train`.
 
     Example:
         >>> import fisherjax as fj
@@ -191,18 +192,21 @@ def model(
     Source: Ioffe and Szegedy, Batch normalization, ICML 2015, as in flax.
     """
     apply = apply_fn(module, normalize, any_width=any_width)
-    if not statistics.has_moments(params):
+    has_moments = statistics.has_moments(params)
+    if not has_moments and not _has_dropout(module):
         plain = apply_fn(module, any_width=any_width)
         train = None if augment is None else augmented(plain, augment)
         return Model(apply, likelihood, train, positions=positions)
     if not _takes_train(module):
         raise ValueError(
-            f"{type(module).__name__} keeps running statistics, but its __call__ takes no `train`; "
-            "expected def __call__(self, inputs, train=False), with "
-            "BatchNorm(use_running_average=not train)."
+            f"{type(module).__name__} keeps running statistics or has dropout, but its __call__ "
+            "takes no `train`; expected def __call__(self, inputs, train=False), with "
+            "BatchNorm(use_running_average=not train) or Dropout(deterministic=not train)."
         )
-    mask = {name: jax.tree.map(lambda _, t=name == "params": t, x) for name, x in params.items()}
     by_minibatch = _by_minibatch(module, normalize, augment)
+    if not has_moments:
+        return Model(apply, likelihood, by_minibatch, positions=positions)
+    mask = {name: jax.tree.map(lambda _, t=name == "params": t, x) for name, x in params.items()}
     return Model(apply, likelihood, by_minibatch, mask, positions)
 
 
@@ -214,14 +218,19 @@ def _by_minibatch(
 ) -> ApplyTrain:
     def apply_train(
         params: Params, inputs: Array, key: Key, weights: Array
-    ) -> tuple[Array, Params]:
+    ) -> tuple[Array, Params | None]:
         if augment is not None:
             inputs = augment(_augment_key(key), inputs)
         elif normalize is not None:
             inputs = normalize(inputs)
         given, inputs = statistics.collections(params), _cast(inputs, params)
+        rngs = {"dropout": jax.random.split(key)[1]} if _has_dropout(module) else None
         with flax.linen.intercept_methods(statistics.counting(weights)):
-            outputs, new = module.apply(given, inputs, train=True, mutable=["batch_stats"])
+            outputs, new = module.apply(
+                given, inputs, train=True, mutable=["batch_stats"], rngs=rngs
+            )
+        if not statistics.has_moments(params):
+            return outputs, None
         moments = statistics.updated(params["moments"], new["batch_stats"])
         return outputs, {"params": params["params"], "moments": moments}
 
@@ -229,7 +238,7 @@ def _by_minibatch(
 
 
 def _augment_key(key: Key) -> Key:
-    # An earlier version used the other half for dropout; the split keeps its augmentations.
+    # The other half is the key of dropout.
     return jax.random.split(key)[0]
 
 
@@ -239,6 +248,10 @@ def _cast(inputs: Array, params: Params) -> Array:
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, inputs
     )
+
+
+def _has_dropout(module: flax.linen.Module) -> bool:
+    return bool(getattr(module, "dropout", 0))
 
 
 def _takes_train(module: flax.linen.Module) -> bool:

@@ -25,6 +25,8 @@ class Transformer(flax.linen.Module):
             has width 4 width.
         num_heads: Number of attention heads.
         context: Length of the longest sequence; each position has one learned vector.
+        dropout: Share that training drops of the embedding and of what a block adds, twice
+            (default 0); `model` makes the training function.
 
     Example:
         >>> import jax, fisherjax as fj
@@ -35,7 +37,8 @@ class Transformer(flax.linen.Module):
 
     Source: Vaswani et al., "Attention Is All You Need", NeurIPS 2017; as a decoder with the
     normalisation first and learned positions: Radford et al., "Language Models are Unsupervised
-    Multitask Learners" (GPT-2), 2019. Deviations: ReLU, no dropout, flax's initialisation.
+    Multitask Learners" (GPT-2), 2019. Deviations: ReLU, no dropout of attention, flax's
+    initialisation.
     """
 
     num_classes: int
@@ -43,16 +46,19 @@ class Transformer(flax.linen.Module):
     num_layers: int = 2
     num_heads: int = 4
     context: int = 80
+    dropout: float = 0.0
 
     @flax.linen.compact
-    def __call__(self, tokens: Array) -> Array:
+    def __call__(self, tokens: Array, train: bool = False) -> Array:
         """Return the logits [B, L, num_classes] of tokens [B, L], L up to context."""
         self._check(tokens)
         embed = partial(flax.linen.Embed, features=self.width, param_dtype=jnp.result_type(float))
         hidden = embed(self.num_classes, name="tokens")(tokens)
         hidden = hidden + embed(self.context, name="positions")(jnp.arange(tokens.shape[1]))
+        share = self.dropout if train else 0.0
+        hidden = _drop(hidden, share)
         for number in range(1, self.num_layers + 1):
-            hidden = _Block(self.num_heads, name=f"block{number}")(hidden)
+            hidden = _Block(self.num_heads, dropout=share, name=f"block{number}")(hidden)
         return _dense(self.num_classes, "head")(_norm("norm")(hidden))
 
     def _check(self, tokens: Array) -> None:
@@ -126,6 +132,7 @@ class _Block(flax.linen.Module):
 
     num_heads: int
     causal: bool = True
+    dropout: float = 0.0
 
     @flax.linen.compact
     def __call__(self, hidden: Array) -> Array:
@@ -138,9 +145,10 @@ class _Block(flax.linen.Module):
         )
         before = jnp.tril(jnp.ones((length, length), bool)) if self.causal else None
         heads = flax.linen.dot_product_attention(query, key, value, mask=before)
-        hidden = hidden + _dense(width, "mix")(heads.reshape(hidden.shape))
+        mixed = _dense(width, "mix")(heads.reshape(hidden.shape))
+        hidden = hidden + _drop(mixed, self.dropout)
         inner = flax.linen.relu(_dense(4 * width, "dense1")(_norm("norm2")(hidden)))
-        return hidden + _dense(width, "dense2")(inner)
+        return hidden + _drop(_dense(width, "dense2")(inner), self.dropout)
 
 
 def _check_heads(width: int, num_heads: int) -> None:
@@ -149,6 +157,10 @@ def _check_heads(width: int, num_heads: int) -> None:
             f"width is {width} and num_heads {num_heads}; expected a width that is a multiple "
             "of num_heads."
         )
+
+
+def _drop(hidden: Array, share: float) -> Array:
+    return flax.linen.Dropout(share, deterministic=False)(hidden) if share else hidden
 
 
 def _dense(features: int, name: str) -> flax.linen.Dense:

@@ -16,6 +16,7 @@ from fisherjax.partition.label_skew import (
     niid_bench,
 )
 from fisherjax.partition.matched_test_sets import in_proportion, pathological
+from fisherjax.partition.two_level import pachinko
 
 __all__ = [
     "central",
@@ -28,5 +29,6 @@ __all__ = [
     "label_counts",
     "natural",
     "niid_bench",
+    "pachinko",
     "pathological",
 ]

@@ -8,6 +8,7 @@
 `whole_round` runs all of them as one program. Letters: M clients, K of them in a cohort.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple
 
@@ -24,6 +25,7 @@ from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs, LocalTraining
 from fisherjax.parallel import Layout
+from fisherjax.rounds._cohorts import draw_cohort
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
@@ -85,6 +87,7 @@ class Experiment(NamedTuple, Generic[Report]):
     epochs: int
     batch_size: int
     clients_per_chunk: int
+    availability: Callable[[Array], Array] | None = None
 
 
 class CohortResult(NamedTuple):
@@ -162,14 +165,19 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
     """
     # Folded by the number in the state: a run continued from an old state repeats its rounds.
     key = jax.random.fold_in(key, state.number)
-    cohort = draw_cohort(key, federation.num_clients, experiment.cohort)
+    chances = None if experiment.availability is None else experiment.availability(state.number)
+    cohort = draw_cohort(key, federation.num_clients, experiment.cohort, chances)
+    chosen = clients.select(federation, cohort)
+    if chances is not None:
+        # Where too few are available, others fill the cohort, and take no part.
+        chosen = chosen._replace(sizes=jnp.where(chances[cohort] > 0, chosen.sizes, 0))
     # [M, ...] to [K, ...].
     before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
     length = min(experiment.batch_size, federation.indices.shape[1])
     parts = leaves.split(experiment.model, state.params, federation.inputs, length)
     message = broadcast(experiment.algorithm, state, parts.trained, cohort)
     given = client_inputs(experiment.algorithm, *message, parts, before)
-    return key, cohort, clients.select(federation, cohort), before, given
+    return key, cohort, chosen, before, given
 
 
 @partial(jit, static_argnums=0, autotune=True)
@@ -261,11 +269,3 @@ def client_inputs(
         stacked = leaves.replace(copies(parts.statistics, number), statistics)
         common, own = common._replace(statistics=None), own._replace(statistics=stacked)
     return common, own
-
-
-def draw_cohort(key: Key, num_clients: int, cohort: int) -> Array:
-    """Draw clients without replacement, in ascending order."""
-    if cohort == num_clients:
-        return jnp.arange(num_clients)
-    drawn = jax.random.permutation(jax.random.fold_in(key, clients.COHORT), num_clients)
-    return jnp.sort(drawn[:cohort])

@@ -6,7 +6,7 @@ research code can stop, log or branch. A `State` is plain data, and a run that c
 state repeats the rounds that followed it. Letters: M clients, K of them in a cohort.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Spread, in_order
+from fisherjax.rounds._cohorts import check_availability
 from fisherjax.rounds._one_round import (
     Experiment,
     Round,
@@ -82,6 +83,7 @@ class Federated(Experiment[Report]):
                 f"cohort is {self.cohort}, but the federation has {federation.num_clients} "
                 "clients; expected at most all of them."
             )
+        check_availability(self.availability, state.number, federation.num_clients, self.cohort)
         if not finite_leaves(state.params).all():
             raise ValueError(
                 "state.params are not finite: the model has diverged. Continue from an earlier "
@@ -176,6 +178,7 @@ def federated(
     epochs: int,
     batch_size: int,
     clients_per_chunk: int | None = None,
+    availability: Callable[[Array], Array] | None = None,
 ) -> Federated[Report]:
     """Make a federated experiment of any algorithm.
 
@@ -193,6 +196,9 @@ def federated(
         batch_size: Number of examples in a minibatch.
         clients_per_chunk: Number of clients that train side by side on a device, up to K; None
             chooses, and is 1 on a CPU.
+        availability: Function from the number of a round to the clients' chances [M], zero or more,
+            in proportion to which the cohort is drawn; None draws all alike. A client with the
+            chance zero never takes part. Weights in the merge are not changed by it.
 
     Returns:
         The experiment, as plain data: equal experiments share a program.
@@ -222,8 +228,11 @@ def federated(
     for name, value in (("cohort", cohort), ("epochs", epochs), ("batch_size", batch_size)):
         checks.count(name, value)
     checks.optimizer("optimizer", optimizer)
+    if availability is not None:
+        checks.function("availability", availability, "lambda number: chances")
     chunk = parallel.chunk_size(clients_per_chunk, cohort)
-    return Federated(model, algorithm, cohort, optimizer, epochs, batch_size, chunk)
+    how = optimizer, epochs, batch_size, chunk, availability
+    return Federated(model, algorithm, cohort, *how)
 
 
 def run(

@@ -25,7 +25,7 @@ from fisherjax.fisher.operators import PRECISION, Template
 from fisherjax.typing import Array, Examples, Model, Params
 
 # Ridge of the coefficients and of the head, in units of the mean eigenvalue of the matrix of each.
-# docs/methods/merging.md has a sweep of it.
+# docs/methods/exchanges.md has a sweep of it.
 _RIDGE = 1e-2
 
 

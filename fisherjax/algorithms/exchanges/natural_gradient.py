@@ -108,7 +108,7 @@ def natural_gradient(
     If the examples of g selected the step, it would be that of the smallest damping, which fits
     only these examples. Both least squares have a ridge of 1e-2, for U_k of the mean eigenvalue of
     E[a a^T], and c, d, e that of the mean eigenvalue of their quadratic, where every direction has
-    been scaled to E|J D|^2 = 1 over the examples of g (a sweep of it: docs/methods/merging.md).
+    been scaled to E|J D|^2 = 1 over the examples of g (a sweep of it: docs/methods/exchanges.md).
 
     If the model's mask freezes a leaf of the last layer, this layer is not solved for: D is a
     combination of the D_k alone, which include the trained leaves of that layer, and clients send

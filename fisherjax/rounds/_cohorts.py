@@ -1,0 +1,45 @@
+"""Draw the cohort of a round, all clients alike or in proportion to their availability."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from fisherjax import clients
+from fisherjax.typing import Array, Key
+
+
+def check_availability(
+    availability: Callable[[Array], Array] | None, number: Array, num_clients: int, cohort: int
+) -> None:
+    """Check the chances of a round, and that a cohort of clients is available; else ValueError."""
+    if availability is None:
+        return
+    chances = jnp.asarray(availability(number))
+    if chances.shape != (num_clients,) or not (jnp.isfinite(chances) & (chances >= 0)).all():
+        raise ValueError(
+            f"availability returned {chances.dtype}{list(chances.shape)} for round {number}; "
+            "expected a finite number, zero or more, for each of the "
+            f"{num_clients} clients."
+        )
+    if cohort > (available := int((chances > 0).sum())):
+        raise ValueError(
+            f"cohort is {cohort}, but {available} of {num_clients} clients are available in round "
+            f"{number}; expected at most as many. Choose a smaller cohort."
+        )
+
+
+def draw_cohort(key: Key, num_clients: int, cohort: int, chances: Array | None = None) -> Array:
+    """Draw clients without replacement, in ascending order.
+
+    With chances [M], each is drawn with a probability in proportion to its chance among those who
+    are left; a client with the chance zero is drawn if nobody else is left.
+    """
+    if cohort == num_clients:
+        return jnp.arange(num_clients)
+    key = jax.random.fold_in(key, clients.COHORT)
+    if chances is None:
+        drawn = jax.random.permutation(key, num_clients)[:cohort]
+    else:
+        drawn = jax.random.choice(key, num_clients, (cohort,), replace=False, p=chances)
+    return jnp.sort(drawn)
