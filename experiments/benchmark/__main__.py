@@ -1,5 +1,7 @@
 """Measure how fast fisherjax is, both sides of every comparison in the same run.
 
+    python -m experiments.benchmark --suite train --models lenet --out runs/benchmark
+
 Cases take turns, A B A B ..., on one machine. The first call, which compiles, is reported
 separately, and the median of the other calls counts. A run prints tables and writes results.csv
 with one row for each number, results.json with the same numbers, the hardware, the versions and

@@ -193,9 +193,9 @@ def _command(module: str, options: tuple[str, ...], seed: int) -> None:
 
 
 def _readme(_: int) -> None:
-    """Run every example of the README; its keys are fixed."""
+    """Run every example of the README and the page that goes on with them; keys are fixed."""
     names: dict[str, Any] = {}
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/get_started/first_merge.md").read_text()
     for code in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         exec(code, names)
 

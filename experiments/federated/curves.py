@@ -8,30 +8,66 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from experiments.federated import runs as rounds
+from experiments.federated import barriers, grid, personal, plan
+from experiments.federated.plan import FRACTIONS
 from experiments.harness import figures, folders, records, tables
-from experiments.harness.config import PLAYS, Federated, title
+from experiments.harness.config import TEXTS, Federated, title
 
 _MARKED = 8  # approximate number of markers on a curve
+AXES = {"curves": "local epochs in all", "rounds": "rounds", "bytes": "MB of a client, up and down"}
+"""Names of the figures of accuracy, and what is on their axes."""
 
 
 def report(config: Federated, rows: Sequence[records.Row], program: str, console: Console) -> None:
     """Print the results of a run, and write summary.md and the figures into its folder."""
-    rates = rounds.select(config, rows)
-    own = [r for r in rows if r.server_learning_rate == rates[r.algorithm, r.local_epochs]]
-    shown = table(config, own)
-    console.print(tables.terminal(shown))
+    chosen = plan.select(config, rows)
+    own = [r for r in rows if plan.Unit(*r.unit).cell == chosen.get((r.algorithm, r.local_epochs))]
+    whole = plan.finished(config, own)
+    own = [r for r in own if plan.Unit(*r.unit) in whole]
+    shown = [table(config, own), *personal.tables_of(config, own)]
+    for each in shown:
+        console.print(tables.terminal(each))
     console.print(footnote(config), style="dim")
-    left = [records.CONFIG, records.RESULTS, "summary.md", "curves.png"]
-    pictures = ["![accuracy](curves.png)", ""]
-    figure(config, own, ("test", "accuracy"), "test accuracy, %", left[-1])
+    pictures = [f"{name}.png" for name in AXES]
+    for name, file in zip(AXES, pictures, strict=True):
+        figure(config, own, ("test", "accuracy"), "test accuracy, %", file, name)
+    words = barriers.words(config, own) if config.barrier else ""
     if config.barrier:
-        left.append("barrier.png")
-        pictures += ["![barrier](barrier.png)", ""]
-        figure(config, own, ("cohort", "barrier_loss"), "client-server barrier, nats", left[-1])
-    parts = [tables.markdown(shown), footnote(config), "", *pictures]
+        pictures.append("barrier.png")
+        what = "client-server barrier, nats"
+        figure(config, own, ("cohort", "barrier_loss"), what, pictures[-1])
+        if words:
+            pictures.append("barriers.png")
+            barriers.scatter(config, own, config.out / pictures[-1])
+    pictures += personal.draw(config, own)
+    parts = [tables.markdown(shown[0]), footnote(config), ""]
+    parts += [tables.markdown(each, level=2) for each in shown[1:]]
+    parts += [words] * bool(words) + grids(config, rows, chosen)
+    parts += [x for file in pictures for x in (f"![{file.partition('.')[0]}]({file})", "")]
     folders.write_summary(config, parts, program)
+    left = [records.CONFIG, records.RESULTS, "summary.md", *pictures]
     console.print(f"\nIn {config.out}/: {', '.join(left)}", soft_wrap=True)
+
+
+def grids(
+    config: Federated, rows: Sequence[records.Row], chosen: dict[tuple[str, int], grid.Cell]
+) -> list[str]:
+    """Return what was tried of each grid, in Markdown."""
+    if not grid.asked(config):
+        return []
+    parts = [
+        "## Grids of learning rates",
+        "",
+        "Accuracy on the validation clients, %, with the first seed after a quarter of the rounds. "
+        "\\* ran all rounds with all seeds; \\*\\* is the best of these on the validation clients.",
+        "",
+    ]
+    for (name, epochs), cell in chosen.items():
+        own = [r for r in rows if (r.algorithm, r.local_epochs) == (name, epochs)]
+        tried = grid.table(config, own, plan.number(config, epochs), cell)
+        tried = tried._replace(title=f"{figures.label(name)}, {plan.each_round(epochs)}")
+        parts.append(tables.markdown(tried, level=3))
+    return parts
 
 
 def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
@@ -53,7 +89,7 @@ def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
 def footnote(config: Federated) -> str:
     """Return the note that explains the columns."""
     what, perplexity = "Accuracy", ""
-    if config.data.dataset == PLAYS:
+    if config.data.dataset in TEXTS:
         what = "Next-character accuracy"
         perplexity = " Perplexity is exp of the test loss of a character."
     runs, bands = "one seed", ""
@@ -70,9 +106,14 @@ def footnote(config: Federated) -> str:
 
 
 def figure(
-    config: Federated, rows: Sequence[records.Row], metric: tuple[str, str], what: str, file: str
+    config: Federated,
+    rows: Sequence[records.Row],
+    metric: tuple[str, str],
+    what: str,
+    file: str,
+    axis: str = "curves",
 ) -> None:
-    """Draw a (split, metric) over all local epochs, with a panel for each number a round."""
+    """Draw a (split, metric) over one of `AXES`, with a panel for each number of epochs a round."""
     count = len(config.local_epochs)
     width = 2.2 + 3.2 * count
     side_by_side = int(width / 1.8)  # of the legend's labels
@@ -81,21 +122,29 @@ def figure(
     panels = np.atleast_1d(axes)
     for panel, epochs in zip(panels, config.local_epochs, strict=True):
         for algorithm in config.merging.algorithms:
-            _curve(panel, rows, algorithm, epochs, metric)
-        heading = f"{epochs} local epoch{'s' * (epochs > 1)} a round"
-        panel.set_title(heading, fontsize="medium", loc="left")
-        panel.set_xlabel("local epochs in all")
+            _curve(panel, rows, algorithm, epochs, metric, axis)
+        panel.set_title(plan.each_round(epochs), fontsize="medium", loc="left")
+        panel.set_xlabel(AXES[axis])
     panels[0].set_ylabel(what)
     figures.save_with_legend(drawn, config.out / file, columns=side_by_side)
 
 
 def _curve(
-    panel: Any, rows: Sequence[records.Row], algorithm: str, epochs: int, metric: tuple[str, str]
+    panel: Any,
+    rows: Sequence[records.Row],
+    algorithm: str,
+    epochs: int,
+    metric: tuple[str, str],
+    axis: str,
 ) -> None:
     """Draw the mean over seeds, and their range as a band."""
     what, scale = (algorithm, epochs, *metric), 100 if metric[1] == "accuracy" else 1
-    own = [x for x in rows if (x.algorithm, x.local_epochs, x.split, x.metric) == what]
-    series = tables.gathered((epochs * row.round, scale * row.value) for row in own)
+    of = [row for row in rows if (row.algorithm, row.local_epochs) == what[:2]]
+    own = [row for row in of if (row.split, row.metric) == metric]
+    seed = min((row.seed for row in of), default=0)
+    both = sum(row.value for row in of if row.split == "traffic" and row.seed == seed) / 1e6
+    each = {"curves": epochs, "rounds": 1, "bytes": both}[axis]
+    series = tables.gathered((each * row.round, scale * row.value) for row in own)
     x, looks = list(series), figures.style(algorithm)
     means, low, high = ([of(series[place]) for place in x] for of in (statistics.fmean, min, max))
     looks |= {"linestyle": figures.line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}
@@ -106,7 +155,8 @@ def _curve(
 def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     """Return the final numbers of an algorithm with a number of local epochs, by heading."""
     first = rows[0]
-    last = [row for row in rows if row.round == rounds.number(config, first.local_epochs)]
+    ends = {seed: max(row.round for row in rows if row.seed == seed) for seed in _seeds(rows)}
+    last = [row for row in rows if row.round == ends[row.seed]]
 
     def percent(split: str, fraction: float | None = None) -> str:
         return tables.spread([100 * value for value in _values(last, split, "accuracy", fraction)])
@@ -114,24 +164,29 @@ def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     cells = {
         "algorithm": figures.label(first.algorithm),
         "local epochs": str(first.local_epochs),
+        **({} if first.learning_rate is None else {"local rate": f"{first.learning_rate:g}"}),
         "server rate": f"{first.server_learning_rate:g}",
         "test %": percent("test"),
     }
-    if config.data.dataset == PLAYS:
+    if config.data.dataset in TEXTS:
         losses = _values(last, "test", "loss")
         with np.errstate(over="ignore"):  # a diverged model has any loss
             cells["perplexity"] = tables.spread(np.exp(losses).tolist(), digits=2)
-    for fraction in rounds.FRACTIONS:
+    for fraction in FRACTIONS:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)
-    seeds = dict.fromkeys(row.seed for row in rows)
-    own = [_values([r for r in rows if r.seed == seed], "cohort", "barrier_loss") for seed in seeds]
+    of = {seed: [row for row in rows if row.seed == seed] for seed in ends}
+    own = [_values(of[seed], "cohort", "barrier_loss") for seed in ends]
     return cells | {
         "barrier": tables.spread([statistics.fmean(values) for values in own if values], digits=3),
         "down": tables.size(_values(last, "traffic", "down")[0]),
         "up": tables.size(_values(last, "traffic", "up")[0]),
         "diverged": f"{sum(_values(rows, 'cohort', 'diverged')):.0f}",
     }
+
+
+def _seeds(rows: Sequence[records.Row]) -> list[int]:
+    return list(dict.fromkeys(row.seed for row in rows))
 
 
 def _values(

@@ -32,12 +32,24 @@ MODELS: dict[str, Callable[..., Any]] = {
     "simple_cnn": fj.networks.SimpleCNN,
     "simple_cnn_mnist": fj.networks.SimpleCNNMNIST,
     "normed_cnn": fj.networks.NormedCNN,
+    "dropout_cnn": fj.networks.DropoutCNN,
+    "resnet18": fj.networks.ResNet18,
     "vision_transformer": fj.networks.VisionTransformer,
     "transformer": fj.networks.Transformer,
+    "dropout_transformer": partial(fj.networks.Transformer, context=128, dropout=0.1),
 }
 DATASETS: dict[str, Callable[[Path | None], Any]] = {
     name: partial(decoded.load, name) for name in fj.datasets.NAMES
 }
+FEDFISH = {
+    "emnist": ("dropout_cnn", 3380, 100, 10, 64, 1500, 0.001, 1),
+    "cifar100": ("resnet18", 480, 100, 25, 64, 1500, 0.001, 4),
+    "stack_overflow": ("dropout_transformer", 1000, 16, 4, 16, 1500, 0.01, 4),
+    "c4": ("dropout_transformer", 1000, 16, 4, 8, 10000, 0.01, 4),
+    "cc_news": ("dropout_transformer", 1000, 16, 4, 8, 10000, 0.01, 4),
+}
+"""Table 2 of FedFish: network, clients, their examples, batch, cohort, rounds, server rate, and
+epochs of personalisation. The paper has more users and domains, and larger transformers."""
 _TABLES: dict[str, dict[str, Any]] = {"METHODS": METHODS, "NETWORKS": MODELS, "DATASETS": DATASETS}
 _CHECKED = {"METHODS": imported.method, "NETWORKS": imported.network, "DATASETS": imported.data}
 _ADDED: dict[tuple[str, str], Any] = {}  # what files define, by table and name

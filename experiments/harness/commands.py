@@ -23,8 +23,13 @@ Folder = Annotated[Path, tyro.conf.arg(metavar="DIR")]
 FolderOrNone = Annotated[Path | None, tyro.conf.arg(metavar="DIR")]
 _CACHE = "compilation_cache"
 _Cache = Annotated[
-    bool, tyro.conf.arg(help="Keep compiled programs and decoded data sets in a folder for later runs.")
+    bool,
+    tyro.conf.arg(help="Keep compiled programs and decoded data in a folder for later runs."),
 ]
+_MORE = """Methods have options too, such as --fedprox.mu. To see those of some methods, name them:
+
+    python -m {program} --algorithms fedprox fedfisher_kfac --help
+"""
 Options = tuple[tuple[str, Any], ...]
 """Options of methods that differ from the defaults: pairs such as ("fedprox.mu", 0.1)."""
 
@@ -79,11 +84,17 @@ def _read(
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--import", nargs="*", default=(), dest="imports")
     first.add_argument(f"--{chooser}", nargs="?")
+    first.add_argument("--algorithms", nargs="*", default=())
+    first.add_argument("-h", "--help", action="store_true")
     early, _ = first.parse_known_args(arguments)
     # What files define is a choice of the options.
     choices.add(early.imports)
     default = defaults() if isinstance(defaults, type) else defaults(getattr(early, chooser))
     groups = option_groups.of_methods() if hasattr(default, "merging") else {}
+    if groups and early.help:
+        # All groups together are four hundred lines.
+        groups = option_groups.only(groups, early.algorithms)
+        description = f"{description}\n{_MORE.format(program=program)}"
     # The command line has its own class, because the configuration names no method.
     fields: list[Any] = [(_CACHE, _Cache, cached)]
     fields += [(hosts.OPTION, hosts.Option, None)] * distributed

@@ -12,16 +12,30 @@ import fisherjax as fj
 from experiments.harness import choices, commands, folders
 from experiments.harness.choices import DATASETS, MODELS
 
-PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client")
+PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client", "pachinko")
 IMAGES = DATASETS
-PLAYS = "tiny_shakespeare"
+PLAYS, WRITERS, SLANTED = "tiny_shakespeare", "writers", "slanted_mnist"
+TEXTS = (PLAYS, "stack_overflow", "c4", "cc_news")
+OWNERS = {"emnist": "writer", WRITERS: "writer", PLAYS: "role", "stack_overflow": "user"}
+OWNERS |= {"c4": "domain", "cc_news": "domain"}
+"""Data sets whose clients are those of the data, and what a client is."""
+_TRANSFORMERS = ("transformer", "dropout_transformer")
 SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
+SCHEDULES = ("constant", "cosine", "linear", "exponential")
+TRACKERS = ("none", "csv", "tensorboard", "wandb")
 Group = tyro.conf.OmitArgPrefixes
 
 
 def of_images() -> list[str]:
     """Return the names of the networks that take images."""
-    return [name for name in MODELS if name != "transformer"]
+    return [name for name in MODELS if name not in _TRANSFORMERS]
+
+
+def networks(dataset: str) -> list[str]:
+    """Return the names of the networks that take the inputs of a data set."""
+    if dataset not in TEXTS:
+        return of_images()
+    return [*_TRANSFORMERS] if dataset == PLAYS else ["dropout_transformer"]
 
 
 _LATER = (
@@ -44,9 +58,9 @@ class Data:
     num_clients: int = 5
     """Number of clients over which the training data are split."""
     partition: Annotated[str, commands.names(PARTITIONS)] = "dirichlet_of_client"
-    """Split: Dirichlet shares of each client or of each class (niid_bench), classes, or iid."""
+    """Split: Dirichlet shares by client or by class (niid_bench), classes, iid, or pachinko."""
     alpha: float = 0.1
-    """Parameter of dirichlet_of_client: 0.05 is one or two classes a client, 100 nearly equal."""
+    """Parameter of dirichlet_of_client and pachinko: 0.05 is one or two classes."""
     beta: float = 0.1
     """Parameter of niid_bench: at 0.01 one or two clients have a class, at 100 all equally."""
     min_size: int = 10
@@ -67,12 +81,14 @@ class Data:
 class AnyData(Data):
     """The data set, the network, and the partition over clients."""
 
-    dataset: Annotated[str, commands.names((*IMAGES, PLAYS))] = "digits"
+    dataset: Annotated[str, commands.names((*IMAGES, SLANTED, *OWNERS))] = "digits"
     """Data set; it also sets other defaults, see `--dataset mnist --help`."""
     model: Annotated[str, commands.names(MODELS)] = "mlp"
-    """Network; lenet and cnn take images of at least 16 x 16 pixels, transformer takes plays."""
+    """Network; lenet and cnn take images of at least 16 x 16 pixels, transformers take text."""
     num_clients: int = 30
-    """Number of clients of the training data; plays have a client for each role."""
+    """Number of clients that train; plays have one for each role, writers one for each person."""
+    client_examples: int = 0
+    """Largest number of examples that a writer, user or domain has; a fixed draw, 0 is all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +111,12 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Merging:
-    """Methods that merge client models; the groups below have the options of each method."""
+    """Methods that merge client models."""
 
     algorithms: Annotated[tuple[str, ...], commands.names(fj.algorithms.merges())] = (
         *("fedavg", "fisher_merge", "regmean", "fedfisher_diag", "fedfisher_kfac"),
     )
-    """Methods, also NAME@option=value, NAME+dense and fedov+student; see each group below."""
+    """Methods, also NAME@option=value, NAME+dense and fedov+student."""
     fisher_kind: Literal["true", "sampled", "empirical", "curvature_propagation", "jacobian"] = (
         "true"
     )
@@ -156,7 +172,7 @@ class Federated(commands.Imports):
 
     data: Group[AnyData] = AnyData()
     training: Group[Training] = Training(momentum=0.0, batch_size=10)
-    merging: Group[Merging] = Merging(algorithms=("fedavg", "fedfish"))
+    merging: Group[Merging] = Merging(algorithms=("fedavg", "fedfish", "fedfish_last_epoch"))
     rounds: int = 20
     """Number of communication rounds of each algorithm."""
     total_epochs: int | None = None
@@ -177,10 +193,18 @@ class Federated(commands.Imports):
     """Optimiser of the server on the pseudo-gradient; none takes the merged model."""
     server_learning_rate: tuple[float, ...] = (1.0,)
     """Server step sizes; validation clients choose one for each algorithm with the first seed."""
+    local_learning_rate: tuple[float, ...] = ()
+    """Step sizes of clients for a grid with those of the server; empty is --learning-rate."""
+    learning_rate_schedule: Annotated[str, commands.names(SCHEDULES)] = "constant"
+    """Clients' learning rate over the rounds: to 0 as a cosine or a line, or to a hundredth."""
+    patience: int | None = None
+    """Measurements without a better validation accuracy after which a run stops early."""
     seeds: tuple[int, ...] = (0,)
     """Seeds of the initial model, of cohorts and of minibatches."""
     personal_epochs: int = 1
     """Epochs of fine-tuning on held-out clients."""
+    personal_points: int = 1
+    """Number of rounds, evenly spaced, at which the model is fine-tuned, for curves if above 1."""
     eval_every: int = 1
     """Local epochs between two measurements; the last round is always measured."""
     barrier: bool = True
@@ -189,6 +213,8 @@ class Federated(commands.Imports):
     """Seconds between two checkpoints; 0 saves after every round."""
     keep_models: bool = True
     """Write the final models into models/."""
+    tracker: Annotated[str, commands.names(TRACKERS)] = "none"
+    """Also log each round to a CSV file, TensorBoard or W&B, by their own packages."""
     out: commands.Folder = Path("runs/federated")
     """Folder for the results; an unfinished run there continues."""
 
@@ -207,9 +233,12 @@ def one_shot(dataset: str | None = None) -> OneShot:
 def federated(dataset: str | None = None) -> Federated:
     """Return the defaults of experiments in rounds for a data set."""
     models = {"digits": "mlp", "mnist": "lenet", "cifar10": "simple_cnn", PLAYS: "transformer"}
+    models |= {WRITERS: "lenet", SLANTED: "lenet"}
     dataset = dataset or "digits"
     own = choices.own_datasets()
-    commands.check_name("dataset", dataset, [*models, *own])
+    commands.check_name("dataset", dataset, [*models, *choices.FEDFISH, *own])
+    if dataset in choices.FEDFISH:
+        return _fedfish(dataset)
     if dataset in ("digits", *own):
         return Federated(AnyData(dataset))
     if dataset == PLAYS:
@@ -217,9 +246,38 @@ def federated(dataset: str | None = None) -> Federated:
         training = Training(learning_rate=0.00125, batch_size=8)
         who = {"cohort": 16, "validation_clients": 10, "held_out_clients": 20}
         return Federated(AnyData(dataset, models[dataset]), training, personal_epochs=4, **who)
+    if dataset == WRITERS:
+        who = {"cohort": 8, "validation_clients": 3, "held_out_clients": 5}
+        data, training = (
+            AnyData(dataset, models[dataset], 20),
+            Training(momentum=0.0, batch_size=10),
+        )
+        return Federated(data, training, rounds=100, **who)
     data, training = AnyData(dataset, models[dataset], 100), Training(momentum=0.0, batch_size=32)
     who = {"cohort": 20, "validation_clients": 10, "held_out_clients": 10}
     return Federated(data, training, rounds=40, **who)
+
+
+def _fedfish(dataset: str) -> Federated:
+    model, clients, most, batch_size, cohort, rounds, rate, personal_epochs = choices.FEDFISH[
+        dataset
+    ]
+    split = {"partition": "pachinko"} if dataset == "cifar100" else {"client_examples": most}
+    # The loss of a window sums over its 128 tokens.
+    local_rate = 1e-3 / 128 if dataset in TEXTS else 1e-3
+    return Federated(
+        AnyData(dataset, model, clients, **split),
+        Training(local_rate, momentum=0.0, batch_size=batch_size),
+        rounds=rounds,
+        local_epochs=(4,),
+        cohort=cohort,
+        validation_clients=10,
+        held_out_clients=10,
+        server_optimizer="adam",
+        server_learning_rate=(rate,),
+        personal_epochs=personal_epochs,
+        eval_every=100,
+    )
 
 
 def name(config: OneShot) -> str:
@@ -244,8 +302,8 @@ def name(config: OneShot) -> str:
 
 def title(data: Data) -> str:
     """Return a title with the data set, the network and the clients."""
-    if data.dataset == PLAYS:
-        return f"{data.dataset}, {data.model}, a client for each role"
+    if data.dataset in OWNERS:
+        return f"{data.dataset}, {data.model}, a client for each {OWNERS[data.dataset]}"
     split = "".join([data.partition, *_number(data)])
     return f"{data.dataset}, {data.model}, {data.num_clients} clients ({split})"
 
@@ -255,6 +313,7 @@ def _number(data: Data) -> tuple[str, str]:
     return {
         "iid": ("", ""),
         "dirichlet_of_client": (", alpha ", f"{data.alpha:g}"),
+        "pachinko": (", alpha ", f"{data.alpha:g}"),
         "niid_bench": (", beta ", f"{data.beta:g}"),
         "classes_per_client": (" = ", str(data.classes_per_client)),
     }[data.partition]

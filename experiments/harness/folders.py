@@ -22,13 +22,14 @@ from experiments.harness.records import CONFIG, RESULTS, write_text
 
 WHERE_AND_HOW = (
     *("data_dir", "folder", "out", "clients_per_chunk", "checkpoint_seconds"),
-    *("keep_models", "keep_clients", "client_folder"),
+    *("keep_models", "keep_clients", "client_folder", "tracker"),
     *("superlink", "keys", "insecure", "app", "timeout", "connect"),
 )
 """Options that change results only by rounding, so that a run may continue with other values."""
 GROWS = (
     *("algorithms", "seeds", "partition_seeds", "calibrate", "imports"),
-    *("local_epochs", "server_learning_rate", "splits", "temperatures", "table3"),
+    *("local_epochs", "server_learning_rate", "local_learning_rate"),
+    *("splits", "temperatures", "table3"),
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
     *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),

@@ -8,25 +8,26 @@ from typing import Any
 import fisherjax as fj
 from experiments.harness import config as configs
 from experiments.harness.commands import check, check_list, check_name, contents
-from experiments.harness.config import IMAGES, PLAYS, Federated, OneShot
+from experiments.harness.config import IMAGES, OWNERS, PLAYS, SLANTED, WRITERS, Federated, OneShot
 from experiments.harness.names import STUDENT, distils, is_vote, merged_first
 
 _COUNTS = (
-    *("num_clients", "validation_clients", "held_out_clients", "cohort", "classes_per_client"),
+    *("num_clients", "cohort", "classes_per_client"),
     *("batch_size", "epochs", "local_epochs", "personal_epochs", "rounds", "eval_every"),
     *("channels", "gan_epochs", "judge_epochs", "images", "restarts", "steps", "draws"),
     *("clients", "pilots", "terms", "open_epochs", "dense_epochs", "num_seeds", "num_points"),
     *("width", "fedfish_batch", "num_examples", "examples", "tested", "choosing_rounds"),
-    *("table3", "table3_rounds", "repeats"),
+    *("table3", "table3_rounds", "repeats", "patience", "personal_points"),
 )
 _FROM_ZERO = (
     *("min_size", "then_rounds", "then_epochs", "exchanges", "held_out_plays", "max_examples"),
+    *("client_examples", "validation_clients", "held_out_clients"),
     *("counts", "ranks", "seed", "weight_decay", "checkpoint_seconds", "factor_weight"),
     *("noise_multiplier", "noise_multipliers", "noise_damping", "ridge", "noise"),
 )
 _ABOVE_ZERO = (
     *("alpha", "alphas", "beta", "learning_rate", "server_learning_rate", "learning_rate_of_noise"),
-    *("clip", "sizes", "trust", "dampings", "temperatures", "label_alpha"),
+    *("clip", "sizes", "trust", "dampings", "temperatures", "label_alpha", "local_learning_rate"),
 )
 _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("1 or more", lambda x: x >= 1, _COUNTS),
@@ -37,7 +38,8 @@ _ACCEPTED: tuple[tuple[str, Callable[[float], bool], Sequence[str]], ...] = (
     ("0 to 2**32 - 1", lambda x: 0 <= x < 2**32, ("partition_seed", "partition_seeds", "seeds")),
 )
 """What options may be, whichever command has them: in words, and as a function of each value."""
-_MAY_BE_EMPTY, _MAY_REPEAT = ("calibrate", "table3", "betas", "classes", "imports"), ("channels",)
+_MAY_BE_EMPTY = ("calibrate", "table3", "betas", "classes", "imports", "local_learning_rate")
+_MAY_REPEAT = ("channels",)
 
 
 def check_options(config: Any) -> None:
@@ -60,28 +62,57 @@ def check_one_shot(config: OneShot) -> None:
 
 def check_federated(config: Federated) -> None:
     """Refuse values that no experiment in rounds can have."""
-    _check(config, (*IMAGES, PLAYS), config.cohort)
+    _check(config, (*IMAGES, SLANTED, *OWNERS), config.cohort)
     check_name("server_optimizer", config.server_optimizer, configs.SERVER_OPTIMIZERS)
+    check_name("learning_rate_schedule", config.learning_rate_schedule, configs.SCHEDULES)
+    check_name("tracker", config.tracker, configs.TRACKERS)
     if config.server_optimizer == "none":
         expected = "1.0 alone, as --server-optimizer none takes no step"
         check(config, "server_learning_rate", expected, lambda rate: rate == 1)
+    if config.local_learning_rate:
+        _check_grid(config)
     if config.total_epochs is not None:
         each = config.local_epochs
         expected = f"a multiple of each of --local-epochs {' '.join(map(str, each))}"
         fits = all(config.total_epochs % epochs == 0 for epochs in each)
         check(config, "total_epochs", expected, lambda epochs: epochs >= 1 and fits)
-    if config.data.dataset != PLAYS:
+    if config.data.dataset not in (PLAYS, WRITERS):
         number = config.data.num_clients
         check(config, "cohort", f"1 to the {number} clients", lambda cohort: cohort <= number)
+    _check_others(config)
+    if config.data.dataset != PLAYS:
         check(config, "held_out_plays", "0: these data have no plays", lambda plays: plays == 0)
+
+
+def _check_others(config: Federated) -> None:
+    """Refuse to have no validation or held-out clients where something is measured on them."""
+    chooses = len(config.server_learning_rate) > 1 or config.local_learning_rate
+    if chooses or config.patience is not None:
+        expected = "1 or more, as they choose among learning rates or stop early"
+        check(config, "validation_clients", expected, lambda number: number >= 1)
+    if config.personal_points > 1 or (config.data.dataset in OWNERS and not config.held_out_plays):
+        expected = "1 or more, as they are fine-tuned at several rounds, or give the test data"
+        check(config, "held_out_clients", expected, lambda number: number >= 1)
+
+
+def _check_grid(config: Federated) -> None:
+    """Refuse a grid of learning rates that has nothing to choose from."""
+    rates = "local_learning_rate", "server_learning_rate"
+    for name in rates[: 1 if config.server_optimizer == "none" else 2]:
+        one = len(getattr(config, name)) == 1
+        expected = "several for a grid; without one, --learning-rate is the clients' rate"
+        check(config, name, expected, lambda _, one=one: not one)
+    check(config, "patience", "none, as the cells of a grid run equally long", lambda x: x is None)
 
 
 def _check(config: OneShot | Federated, datasets: Sequence[str], side_by_side: int) -> None:
     data, merging = config.data, config.merging
     check_name("dataset", data.dataset, datasets)
-    networks = ["transformer"] if data.dataset == PLAYS else configs.of_images()
-    check_name("model", data.model, networks)
+    check_name("model", data.model, configs.networks(data.dataset))
     check_name("partition", data.partition, configs.PARTITIONS)
+    if data.partition == "pachinko":
+        expected = "another split: only cifar100 has coarse classes"
+        check(data, "partition", expected, lambda _: data.dataset == "cifar100")
     for algorithm in merging.algorithms:
         first = merged_first(algorithm)
         check_name("algorithms", first, (*fj.algorithms.merges(), STUDENT))

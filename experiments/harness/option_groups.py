@@ -2,10 +2,10 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_origin
 
-from experiments.harness.names import distils, is_vote
+from experiments.harness.names import distils, is_vote, parts
 from fisherjax import algorithms
 from fisherjax.typing import Scalar
 
@@ -36,6 +36,17 @@ def of_methods() -> dict[str, type]:
             kind.__doc__ = f"Options of {label}{none}.\n\nArgs:\n{described}"
             groups[name] = kind
     return groups
+
+
+def only(groups: Mapping[str, type], methods: Sequence[str]) -> dict[str, type]:
+    """Return the groups of methods that are named, such as fedprox@mu=0.1 or fedavg+dense.
+
+    Example:
+        >>> list(only(of_methods(), ["fedprox@mu=0.1", "fedavg+dense", "fedov+student"]))
+        ['fedprox', 'dense', 'fedov', 'student']
+    """
+    named = {part for method in methods for part in parts(method)}
+    return {name: group for name, group in groups.items() if name in named}
 
 
 def _is_simple(kind: Any) -> bool:

@@ -35,6 +35,8 @@ FEDERATED = (
     *("algorithm", "local_epochs", "server_learning_rate", "seed", "round", "split", "fraction"),
     *("metric", "value"),
 )
+GRID = (*FEDERATED, "learning_rate")
+"""The columns of rounds, and of rounds with a grid of the clients' learning rates."""
 
 
 class Row(NamedTuple):
@@ -58,13 +60,15 @@ class Row(NamedTuple):
     local_epochs: int | None = None
     server_learning_rate: float | None = None
     fraction: float | None = None  # share of a held-out client's data used for fine-tuning
+    learning_rate: float | None = None  # of clients, if a grid chooses it
 
     @property
     def unit(self) -> tuple:
         """What was computed at once: a seed on a split, or the rounds of one method."""
         if self.local_epochs is None:
             return self.partition_seed, self.seed
-        return self.algorithm, self.local_epochs, self.server_learning_rate, self.seed
+        rates = self.server_learning_rate, self.seed, self.learning_rate
+        return self.algorithm, self.local_epochs, *rates
 
 
 @contextlib.contextmanager
@@ -141,6 +145,40 @@ def read_rows(
         lost = f"{number - len(rows)} of {number} rows are not as they were written"
         warn(damaged(path, lost if number else "all rows are gone"))
     return rows
+
+
+def frame(out: Path) -> dict[str, list[Any]]:
+    """Return the numbers of a run as columns by name, which pandas and polars take.
+
+    A column is of integers, of numbers, of truth values or of text; an empty cell is None. Rows
+    that are not as they were written are left out, see `read_rows`.
+
+    Args:
+        out: Folder of the run, which has results.csv.
+
+    Raises:
+        FileNotFoundError: If the folder has no results.csv.
+
+    Example:
+        >>> columns = frame(Path(__file__).parents[1] / "results/digits_mlp")
+        >>> columns["algorithm"][0], columns["seed"][0], columns["client"][0]
+        ('fedavg', 0, None)
+    """
+    path = out / RESULTS
+    if not path.exists():
+        raise FileNotFoundError(f"{out} has no {RESULTS}: expected the folder of a run, its --out")
+    lines, _ = read_units(path)
+    names, *rows = csv.reader(lines)
+    columns = zip(*rows, strict=True) if rows else ((),) * len(names)
+    return {name: _column(cells) for name, cells in zip(names, columns, strict=True)}
+
+
+def _column(cells: Sequence[str]) -> list[Any]:
+    """Read cells by the first type that all of them have; empty ones are None."""
+    for kind in (int, float, bool, str):
+        with contextlib.suppress(ValueError, KeyError):
+            return [_cell(kind | None, text) for text in cells]
+    raise AssertionError("every cell is text")
 
 
 def damaged(path: Path, lost: str) -> str:

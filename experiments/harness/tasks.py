@@ -1,10 +1,9 @@
 """Prepare experiments: networks, clients that train, and test data."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +12,7 @@ import optax
 import fisherjax as fj
 from experiments.harness import choices, votes
 from experiments.harness.commands import check
-from experiments.harness.config import PLAYS, Data, Federated, OneShot, Training, title
+from experiments.harness.config import Data, OneShot, Training
 from experiments.harness.methods import Images, Method, check_full, methods
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
@@ -41,21 +40,6 @@ class OneRound(NamedTuple):
     accuracy: Callable[..., Array]  # compiled `fj.metrics.accuracy` of this model
     voting: votes.Voting | None = None  # None without FedOV
     references: bool = True  # whether the clients' own models and their ensemble are measured
-
-
-class Rounds(NamedTuple):
-    """The model of experiments in rounds, and clients that train, validate and are held out."""
-
-    config: Federated
-    model: Model
-    init: Callable[[Key], Params]
-    optimizer: optax.GradientTransformation
-    train: Federation
-    validation: Federation
-    held_out: Federation
-    test: Federation  # the test data of all, as one client
-    positions: int  # number of targets of an example, above one for sequences
-    description: str  # of the data, in one line
 
 
 def one_round(config: OneShot) -> OneRound:
@@ -92,7 +76,7 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     """Build everything that does not depend on the split: network, methods, measurements."""
     names = [name.partition("+")[0] for name in config.merging.algorithms]
     wide = any(fj.algorithms.METHODS[name].gives == "wider model" for name in names)
-    model, normalize, init = _network(config.data, train, config.training, wide)
+    model, normalize, init = build_network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     tested = Examples(*jax.device_put((test.inputs, test.targets)))
@@ -157,7 +141,7 @@ def split_up(
         ready = fj.clients.federation(data, rows)
         more = max((longest or 0) - ready.indices.shape[1], 0)
         padded = jax.device_put(np.pad(ready.indices, ((0, 0), (0, more))))
-        return _on_all_devices(ready._replace(indices=padded))
+        return on_all_devices(ready._replace(indices=padded))
 
     targets = np.asarray(task.central.targets)
     return task._replace(
@@ -166,21 +150,9 @@ def split_up(
     )
 
 
-def _on_all_devices(federation: Federation) -> Federation:
+def on_all_devices(federation: Federation) -> Federation:
+    """Return clients that are spread over the devices, if there are several."""
     return fj.clients.shard(federation) if jax.device_count() > 1 else federation
-
-
-def rounds(config: Federated) -> Rounds:
-    """Read the data and split them over clients that train, validate and are held out."""
-    read = _plays if config.data.dataset == PLAYS else _images
-    model, init, everybody, groups, test, words = read(config)
-    # Each group is numbered from 0, so that random draws do not depend on the original numbers.
-    federations = [fj.clients.select(everybody, group)._replace(ids=None) for group in groups]
-    federations = map(_on_all_devices, federations)
-    positions = math.prod(test.targets.shape[1:])
-    return Rounds(
-        config, model, init, optimizer(config.training), *federations, test, positions, words
-    )
 
 
 def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[np.ndarray]:
@@ -193,6 +165,11 @@ def partition(data: Data, train: Dataset, num_clients: int, seed: int) -> list[n
         "dirichlet_of_client": {"alpha": data.alpha},
         "niid_bench": {"beta": data.beta, "min_size": data.min_size},
         "classes_per_client": {"num_classes": data.classes_per_client},
+        "pachinko": {
+            "num_examples": len(train.targets) // num_clients,
+            "coarse": fj.datasets.CIFAR100_COARSE,
+            "alpha": data.alpha,
+        },
     }[data.partition]
     return getattr(fj.partition, data.partition)(train.targets, num_clients, seed=seed, **options)
 
@@ -213,13 +190,13 @@ def _draw_validation(data: Examples, partition_seed: int) -> Examples:
     return Examples(data.inputs[rows], data.targets[rows])
 
 
-def _likelihood(training: Training) -> Likelihood:
+def likelihood_of(training: Training) -> Likelihood:
     """Return the likelihood that clients fit, of labels or of smoothed labels."""
     smooth = training.label_smoothing
     return fj.likelihoods.smoothed(smooth) if smooth else fj.likelihoods.categorical
 
 
-def _network(
+def build_network(
     data: Data, train: Dataset, training: Training, any_width: bool = False
 ) -> tuple[Model, Callable[[Array], Array], Callable[[Key], Params]]:
     """Return the model of stored images, its normalisation, and its initialiser."""
@@ -234,65 +211,10 @@ def _network(
     init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
     shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     how = {"normalize": normalize, "augment": augment, "any_width": any_width}
-    model = fj.networks.model(network, shapes, _likelihood(training), **how)
+    model = fj.networks.model(network, shapes, likelihood_of(training), **how)
     return model, normalize, init
 
 
 def _standardized(images: Array, mean: Sequence[float], deviation: Sequence[float]) -> Array:
     """Normalise generated pixels between 0 and 1 as stored images are normalised."""
     return (images - np.float32(mean)) / np.float32(deviation)
-
-
-def _images(config: Federated) -> tuple[Any, ...]:
-    data = config.data
-    train, test = choices.load(data.dataset, data.data_dir)
-    number = data.num_clients + config.validation_clients + config.held_out_clients
-    rows = partition(data, train, number, config.partition_seed)
-    everybody = fj.clients.federation(train, rows)
-    model, _, init = _network(data, train, config.training)
-    tested = fj.clients.federation(test, fj.partition.central(len(test.targets)))
-    groups = _draw_groups(config, np.arange(number), number)
-    return model, init, everybody, groups, tested, title(data)
-
-
-def _plays(config: Federated) -> tuple[Any, ...]:
-    text = fj.datasets.load_text(data_dir=config.data.data_dir)
-    windows = fj.text.windows(fj.text.roles(text))
-    everybody = fj.clients.federation(windows, windows.partition)
-    number, roles = everybody.num_clients, np.arange(everybody.num_clients)
-    if config.held_out_plays:
-        plays = [role.play for role in windows.roles]
-        names = list(dict.fromkeys(plays))
-        _, chosen = fj.partition.hold_out(len(names), config.held_out_plays, config.partition_seed)
-        away = np.isin(plays, [names[i] for i in chosen])
-        trained, validating, _ = _draw_groups(config, roles[~away], number, personal=0)
-        groups = trained, validating, roles[away]
-        transfer = f", transfer to {' and '.join(names[i] for i in chosen)}"
-    else:
-        groups, transfer = _draw_groups(config, roles, number), ""
-    trained, _, held_out = groups
-    expected = f"1 to the {len(trained)} roles that train"
-    check(config, "cohort", expected, lambda cohort: cohort <= len(trained))
-    network = choices.MODELS[config.data.model](num_classes=windows.num_classes)
-    model = Model(fj.networks.apply_fn(network), _likelihood(config.training))
-    init = jax.jit(lambda key: fj.networks.init(network, key, windows.inputs))
-    test = [np.concatenate([windows.partition[client] for client in held_out])]
-    counts = f"{len(trained)} roles train, {len(held_out)} are held out"
-    words = f"tiny Shakespeare, {counts}{transfer}"
-    return model, init, everybody, groups, fj.clients.federation(windows, test), words
-
-
-def _draw_groups(
-    config: Federated, clients: np.ndarray, number: int, personal: int | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draw the clients that train, validate and are held out."""
-    personal = config.held_out_clients if personal is None else personal
-    wanted = config.validation_clients + personal
-    if wanted >= len(clients):
-        raise ValueError(
-            f"--validation-clients and --held-out-clients are {wanted} together, expected fewer "
-            f"than the {len(clients)} of {number} clients there are"
-        )
-    rest, away = fj.partition.hold_out(len(clients), wanted, config.partition_seed)
-    validating, held_out = np.split(away, [config.validation_clients])
-    return clients[rest], clients[validating], clients[held_out]

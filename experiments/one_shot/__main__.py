@@ -1,5 +1,8 @@
 """Train clients independently, then merge their models in one round by each chosen algorithm.
 
+    python -m experiments.one_shot --algorithms fedavg regmean fedfisher_kfac --out runs/digits
+    python -m experiments.one_shot --dataset mnist --data-dir DIR --out runs/mnist
+
 Each client trains on its own part of a data set. Every algorithm then merges the same trained
 clients into one model. Three references stand beside the merged models: the clients' own models
 (local), the mean of their outputs (ensemble), and a model trained on all the data (central), the

@@ -26,16 +26,15 @@ _SHARE = 0.1
 _to_moments, _from_moments = jax.jit(fj.networks.to_moments), jax.jit(fj.networks.from_moments)
 
 
-def model(network: Network, params: Params, running: bool = True) -> fj.Model:
+def model(network: Network, params: Params) -> fj.Model:
     """Make the model of a network for classes; its inputs are pixels, uint8 [B, H, W, C].
 
-    Equal networks give equal models, so that nothing compiles again. Training normalises by the
-    minibatch and updates the running statistics, or by those of `params` if not `running`.
+    Equal networks give equal models, so that nothing compiles again.
     """
     mask = {kind: jax.tree.map(lambda _, k=kind: k == "params", x) for kind, x in params.items()}
     apply, train = _functions(network)
     likelihood = fj.likelihoods.categorical
-    return fj.Model(apply, likelihood, train if running and params["moments"] else None, mask)
+    return fj.Model(apply, likelihood, train if params["moments"] else None, mask)
 
 
 @functools.cache

@@ -24,8 +24,17 @@ import optax
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, decoded, figures, folders, records, studies, tables
-from experiments.pretrained import images, models, paired, weights
+from experiments.harness import (
+    commands,
+    decoded,
+    drawings,
+    figures,
+    folders,
+    records,
+    studies,
+    tables,
+)
+from experiments.pretrained import models, paired, weights
 from experiments.pretrained.networks import NETWORKS
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
@@ -86,8 +95,6 @@ class Config:
     """Momentum of SGD."""
     batch_size: int = 32
     """Examples of a minibatch."""
-    statistics: Literal["running", "start"] = "running"
-    """BatchNorm of clients: by minibatches, whose running statistics are kept, or as at the start."""
     fisher_kind: Literal["true", "sampled", "empirical"] = "sampled"
     """Labels of the Fisher information: exact, sampled, or the data's."""
     max_examples: int = 500
@@ -190,14 +197,14 @@ def data(asked: Config, case: str, seed: int) -> tuple[Examples, Examples]:
         parts = [(part.inputs, part.targets) for part in decoded.load("mnist", asked.data_dir)]
     else:
         folder = Path(asked.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "omniglot"
-        drawn = images.omniglot(folder)
+        drawn = drawings.omniglot(folder)
         # Five of twenty people of each alphabet draw the test images.
         held = np.isin(drawn.people, random.permutation(20)[:5] + 1)
         parts = [(drawn.images[rows], drawn.labels[rows]) for rows in (~held, held)]
     found = []
     for (pixels, labels), most in zip(parts, (asked.most_images, asked.tested), strict=True):
         rows = random.permutation(len(labels))[:most]
-        found.append(Examples(images.resized(pixels[rows], network.shape), labels[rows]))
+        found.append(Examples(drawings.resized(pixels[rows], network.shape), labels[rows]))
     return found[0], found[1]
 
 
@@ -214,7 +221,7 @@ def _start(asked: Config, case: str, start: str, seed: int) -> Params:
 def _clients(asked: Config, case: str, start: str, seed: int) -> Clients:
     train, test = data(asked, case, seed)
     first = _start(asked, case, start, seed)
-    model = models.model(NETWORKS[CASES[case].network], first, asked.statistics == "running")
+    model = models.model(NETWORKS[CASES[case].network], first)
     split = fj.partition.dirichlet_of_client(train.targets, asked.num_clients, asked.alpha, seed)
     federation = fj.clients.federation((train.inputs, train.targets), split)
     how = {"epochs": asked.epochs, "batch_size": asked.batch_size}

@@ -1,4 +1,4 @@
-"""Read and resize the images on which networks are fine-tuned, as arrays of uint8."""
+"""Read the drawings of Omniglot, and resize images, as arrays of uint8."""
 
 import io
 import re
