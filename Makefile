@@ -33,7 +33,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 FOREIGN := tests/test_foreign.py tests/core/test_compiler.py -m ""
 INSTALL := -m pip install --quiet --disable-pip-version-check
 
-help: ## Say what can be made
+help: ## List what make can do
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 demo: $(VENV)/.base ## Install and run the digits experiment (about two minutes)
@@ -64,7 +64,7 @@ test-flower: $(FLOWER)/.test ## Run the tests of federated runs on Flower that a
 	$(FLOWER)/bin/python $(PYTEST) -m "not slow" tests/flower tests/flower_loopback fisherjax/flower \
 		tests/experiments/test_flower.py
 
-accelerator: ## Measure on one accelerator, in eight minutes at most, what is not known of it
+accelerator: ## Measure what is not known yet of one accelerator (eight minutes at most)
 	$(ACCELERATOR_PYTHON) -m experiments.benchmark.accelerator --out $(ACCELERATOR_OUT)
 
 lint: $(VENV)/.dev ## Check style and formatting
@@ -74,18 +74,18 @@ lint: $(VENV)/.dev ## Check style and formatting
 types: $(VENV)/.dev ## Check types of the library, and of a script that uses it
 	$(VENV)/bin/basedpyright --pythonpath $(VENV)/bin/python
 
-format: $(VENV)/.dev ## Mend style and formatting where that can be done by itself
+format: $(VENV)/.dev ## Correct style and formatting where a tool can
 	$(VENV)/bin/ruff check --fix
 	$(VENV)/bin/ruff format
 
-notebook: $(VENV)/.dev ## Execute the notebooks, after checking that they are what their sources say
+notebook: $(VENV)/.dev ## Execute the notebooks, after checking them against their sources
 	@$(VENV)/bin/python -c 'import sys, jupytext; \
 	    cells = lambda path: [(c.cell_type, c.source) for c in jupytext.read(path).cells]; \
 	    old = [n for n in sys.argv[1:] if cells(n + ".py") != cells(n + ".ipynb")]; \
 	    sys.exit(", ".join(old) + " out of date: make notebook-update" if old else 0)' $(NOTEBOOKS)
 	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 $(NOTEBOOKS:=.ipynb)
 
-notebook-update: $(VENV)/.dev ## Write the notebooks anew from their sources, with their outputs
+notebook-update: $(VENV)/.dev ## Update the notebooks and their outputs from their sources
 	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOKS:=.py)
 	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --overwrite $(NOTEBOOKS:=.ipynb)
 
@@ -94,10 +94,13 @@ docs: $(VENV)/.dev ## Build the site into build/docs/html; DOCS_ONLINE=1 links o
 	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --doctree-dir build/docs/doctrees \
 		docs build/docs/html
 
-wheel: ## Build the wheel, install it into an empty environment and use it there
+wheel: ## Build the sdist and from it the wheel, which is used in an empty environment
 	rm -rf $(WHEEL)
+	$(call environment,$(WHEEL)/tools)
+	$(WHEEL)/tools/bin/python $(INSTALL) build twine
+	$(WHEEL)/tools/bin/python -m build --outdir $(WHEEL) . > $(WHEEL)/build.log
+	$(WHEEL)/tools/bin/python -m twine check --strict $(WHEEL)/fisherjax-*
 	$(call environment,$(WHEEL)/env)
-	$(WHEEL)/env/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(WHEEL) .
 	$(WHEEL)/env/bin/python $(INSTALL) $(WHEEL)/fisherjax-*.whl
 	cd $(WHEEL) && env/bin/python $(CURDIR)/.ci/wheel.py
 

@@ -15,142 +15,131 @@
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/fisherjax/fisherjax/blob/main/notebooks/fine_tuned.ipynb)
 #
-# Two clients fine-tune the same sentence encoder, MiniLM with 22.7 million numbers, each on
-# sentences of its own: reviews of films, and newspaper editorials. The server has neither. It
-# merges two **checkpoints** and then two **LoRA adapters**, and each merge says what it did.
+# Two clients fine-tune the same network, each on data of its own, and the server has neither. It
+# merges two **checkpoints** and then two **LoRA adapters**, and each merge says what it did. The
+# network is MiniLM, a sentence encoder of 22.7 million numbers; one client has reviews of films,
+# the other newspaper editorials.
 #
-# It runs in two to four minutes on two CPU cores. Where the weights or the sentences are missing,
-# small stand-ins take their place: then the same code runs in about a minute, and its numbers mean
-# nothing. The weights come with `python -m experiments.pretrained --prepare`.
+# It runs in two to four minutes on two CPU cores. Where MiniLM or the sentences are missing, as on
+# Colab, handwritten digits take their place, five of the ten for each client: the same code then
+# runs in about a minute on two CPU cores. In a checkout the weights come with
+# `python -m experiments.pretrained --prepare`.
 
 # %%
+# On Colab this installs fisherjax beside Colab's own jax; elsewhere it installs nothing.
 import sys
+from importlib.metadata import version
 
 from IPython import get_ipython
 
-if "google.colab" in sys.modules:  # elsewhere: `pip install -e '.[experiments,pretrained]'`
-    get_ipython().system("git clone --quiet --depth 1 https://github.com/fisherjax/fisherjax clone")
-    get_ipython().run_line_magic("pip", "install --quiet './clone[experiments,pretrained]'")
-    sys.path.append("clone")
-    from experiments.pretrained import prepare, weights
+if "google.colab" in sys.modules:
+    source = "fisherjax[experiments] @ git+https://github.com/fisherjax/fisherjax"
+    get_ipython().run_line_magic("pip", f"install --quiet '{source}' jax=={version('jax')}")
 
-    prepare.prepare(weights.folder(), None, print)
+import jax
+
+import fisherjax as fj
+
+# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
+fj.devices.disable_faulty_fusion()
+print(f"fisherjax {fj.__version__}, jax {jax.__version__} on {jax.devices()[0].device_kind}")
+print(*fj.devices.self_check() or ["This machine computes correctly."], sep="\n")
 
 # %%
 import os
 import tempfile
 from pathlib import Path
 
-import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-
-import fisherjax as fj
-from experiments.pretrained import minilm, sentences, text_clients, weights
-
-# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
-fj.devices.disable_faulty_fusion()
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": "medium"})
 BLUE, ORANGE, GREY = "#0b5fa5", "#e69f00", "#a3a3a3"
 
-task = text_clients.Task(domains=("film", "nyt"), examples=300, tested=300)
 key = jax.random.key(0)
-
-# %% [markdown]
-# ## Weights and sentences
-#
-# Without the four domains of VADER's authors (Hutto and Gilbert, ICWSM 2014) sentences are made of
-# a few words; some words praise a film and blame a government.
-
-
-# %%
-def made_of_words(subjects, praise, blame, seed):
-    """Make labelled sentences, each a document of its own."""
-    source = np.random.default_rng(seed)
-    labels = source.integers(2, size=600).astype(np.int32)
-    texts = [
-        f"the {source.choice(subjects)} was {source.choice(source.permutation((blame, praise)[y]))}"
-        f" and {source.choice((blame, praise)[y])} , said {source.choice(['ann', 'bob', 'cho'])}"
-        for y in labels
-    ]
-    return sentences.Sentences(tuple(texts), labels, np.arange(600))
-
-
-EXAMPLES = (
-    made_of_words(
-        ["plot", "film", "cast"],
-        ["good", "funny", "moving", "dark", "shocking", "unpredictable"],
-        ["bad", "dull", "slow", "safe", "sober", "familiar"],
-        seed=0,
-    ),
-    made_of_words(
-        ["law", "vote", "speech"],
-        ["good", "fair", "wise", "safe", "sober", "familiar"],
-        ["bad", "unjust", "corrupt", "dark", "shocking", "unpredictable"],
-        seed=1,
-    ),
-)
-try:
-    checkpoint = weights.path("minilm/model.safetensors").parent
-except FileNotFoundError as error:
-    checkpoint = None
-    print(f"A small random network stands in for MiniLM: {error}")
-folder = Path(os.environ.get("TFDS_DATA_DIR", "../../shared/data")) / "vader"
-has_domains = checkpoint is not None and folder.is_dir()
-if not has_domains:
-    print("Sentences made of a few words stand in for film reviews and editorials.")
-
-
-def tokens_of(texts):
-    """Return tokens [N, 16], by MiniLM's vocabulary or by the places of a few words."""
-    if checkpoint is not None:
-        return sentences.tokens(checkpoint / "tokenizer.json", texts, task.length)[0]
-    words = sorted(
-        {word for example in EXAMPLES for text in example.texts for word in text.split()}
-    )
-    rows = [[1 + words.index(word) for word in text.split()] for text in texts]
-    return np.array([row + [0] * (task.length - len(row)) for row in rows])
-
-
-def split(example):
-    """Return the examples to train on and to test on."""
-    tokens = tokens_of(example.texts).astype(np.int32)
-    rows = sentences.split(example.documents, task.tested, task.examples, seed=0)
-    return [fj.Examples(tokens[part], example.labels[part]) for part in rows]
-
-
-if has_domains:
-    data = text_clients.data(task, folder, checkpoint / "tokenizer.json", seed=0)
-else:
-    train, test = zip(*map(split, EXAMPLES), strict=True)
-    both = [np.concatenate([getattr(x, part) for x in train]) for part in ("inputs", "targets")]
-    rows = np.split(np.arange(len(both[1])), [len(train[0].targets)])
-    data = text_clients.Data(fj.clients.federation(tuple(both), rows), list(test))
-
-if checkpoint is None:
-    pretrained = minilm.init(width=48, inner=96, words=60, positions=task.length, blocks=2)
-else:
-    pretrained = minilm.load(checkpoint)
-print(f"{sum(x.size for x in pretrained.values()):,} numbers")
 
 # %% [markdown]
 # ## One start for all
 #
-# Changes of a network can be added up only if they begin at one point, its head included. So the
-# clients first send sums, from which the server fits a common head by ridge regression; nobody
-# trains for that. Then each client trains the last two blocks, for two epochs.
+# Changes of a network can be added up only if they begin at one point, its head included. So for
+# MiniLM the clients first send sums, from which the server fits a common head by ridge regression;
+# nobody trains for that. The sentences are of VADER's authors (Hutto and Gilbert, ICWSM 2014).
+#
+# A task is here the names of the clients, their federation, their test examples, the start, the
+# network, whose mask trains the last two blocks, and the matrices that will have adapters.
+
 
 # %%
-start = text_clients.with_head(pretrained, data)
-blocks = sorted({name.split(".")[2] for name in start if name.startswith("encoder")})[-2:]
-last = tuple(f"encoder.layer.{block}." for block in blocks)
-model = minilm.model(start)._replace(mask={name: name.startswith(last) for name in start})
+def last_two(params):
+    """Return the beginnings of the names of the last two blocks."""
+    blocks = sorted({name.split(".")[2] for name in params if name.startswith("encoder")})
+    return tuple(f"encoder.layer.{block}." for block in blocks[-2:])
+
+
+def sentences():
+    """Return MiniLM on film reviews and editorials, where a checkout has them."""
+    from experiments.pretrained import minilm, text_clients, weights
+
+    checkpoint = weights.path("minilm/model.safetensors").parent
+    folder = Path(os.environ.get("TFDS_DATA_DIR", "../../shared/data")) / "vader"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no sentences in {folder}")
+    task = text_clients.Task(domains=("film", "nyt"), examples=300, tested=300)
+    data = text_clients.data(task, folder, checkpoint / "tokenizer.json", seed=0)
+    start = text_clients.with_head(minilm.load(checkpoint), data)
+    last = last_two(start)
+    model = minilm.model(start)._replace(mask={name: name.startswith(last) for name in start})
+    parts = [f"attention.self.{part}.weight" for part in ("query", "value")]
+    return ("films", "editorials"), data.train, data.test, start, model, parts
+
+
+def digits():
+    """Return a small network that 200 digits have trained, for clients of five digits each."""
+    train, test = fj.datasets.load("digits")
+    normalize = fj.datasets.normalizer(train)
+    images, tested = (np.asarray(normalize(x.inputs)).reshape(-1, 64) for x in (train, test))
+
+    def apply(params, x):
+        for block in range(3):
+            weights = params[f"encoder.layer.{block}.weight"]
+            x = jnp.tanh(x @ weights.T + params[f"encoder.layer.{block}.bias"])
+        return x @ params["head.weight"].T
+
+    source = np.random.default_rng(0)
+    shapes = {f"encoder.layer.{block}.weight": (64, 64) for block in range(3)}
+    shapes["head.weight"] = (10, 64)
+    start = {name: source.normal(size=s).astype(np.float32) / 8 for name, s in shapes.items()}
+    start |= {f"encoder.layer.{block}.bias": np.zeros(64, np.float32) for block in range(3)}
+    model = fj.Model(apply, fj.likelihoods.categorical)
+    few = fj.clients.federation([(images[:200], train.targets[:200])])
+    how = {"epochs": 10, "batch_size": 16, "key": key}
+    first = fj.training.train(model, start, few, optimizer=optax.adam(1e-3), **how)
+    start = jax.tree.map(lambda x: x[0], first.models)
+    halves = [np.flatnonzero((train.targets < 5) == low) for low in (True, False)]
+    tests = [(test.targets < 5) == low for low in (True, False)]
+    mask = {name: name.startswith(last_two(start)) for name in start}
+    federation = fj.clients.federation((images, train.targets), halves)
+    examples = [fj.Examples(tested[rows], test.targets[rows]) for rows in tests]
+    return ("0 to 4", "5 to 9"), federation, examples, start, model._replace(mask=mask), ["weight"]
+
+
+try:
+    names, federation, tests, start, model, parts = sentences()
+except (ImportError, FileNotFoundError) as error:
+    print(f"Digits take the place of sentences: {error}")
+    names, federation, tests, start, model, parts = digits()
+print(f"{sum(x.size for x in start.values()):,} numbers")
+
+# %% [markdown]
+# Each client trains the last two blocks, for two epochs.
+
+# %%
 how = {"epochs": 2, "batch_size": 16, "key": key}
-trained = fj.training.train(model, start, data.train, optimizer=optax.adam(1e-4), **how)
+trained = fj.training.train(model, start, federation, optimizer=optax.adam(1e-4), **how)
 
 # %% [markdown]
 # ## Two checkpoints
@@ -169,8 +158,8 @@ kfac = fj.algorithms.fedfisher(model, max_examples=100, damping=0.1, kind=fj.fis
 
 def merged_by(method, start, trained):
     """Let clients summarize what they have, and merge on the server."""
-    sent = fj.merging.summarize(method, trained, data.train, key=key)
-    merged, _, info = fj.merging.merge(method, start, sent, data.train.weights)
+    sent = fj.merging.summarize(method, trained, federation, key=key)
+    merged, _, info = fj.merging.merge(method, start, sent, federation.weights)
     return merged, info
 
 
@@ -190,16 +179,16 @@ print(f"K-FAC covers {info.covered:.1%} of the trained weights; layers: {statuse
 # clients start from the same base; their ranks may differ. They write folders as peft does.
 
 # %%
-targets = [f"{block}attention.self.{part}.weight" for block in last for part in ("query", "value")]
+targets = [f"{block}{part}" for block in last_two(start) for part in parts]
 adapted, begin = fj.adapters.attach(
     model, start, targets, rank=4, alpha=8, transposed=True, key=key
 )
-tuned = fj.training.train(adapted, begin, data.train, optimizer=optax.adam(2e-3), **how)
+tuned = fj.training.train(adapted, begin, federation, optimizer=optax.adam(2e-3), **how)
 
 place = Path(tempfile.mkdtemp())
-about = {"base_model_name_or_path": "all-MiniLM-L6-v2", "task_type": "FEATURE_EXTRACTION"}
+about = {"base_model_name_or_path": "the start", "task_type": "FEATURE_EXTRACTION"}
 own = []
-for client, name in enumerate(task.domains):
+for client, name in enumerate(names):
     adapters = {
         leaf: jax.tree.map(lambda x, client=client: x[client], adapter)._replace(
             scale=begin["adapters"][leaf].scale
@@ -209,7 +198,7 @@ for client, name in enumerate(task.domains):
     own.append({"base": start, "adapters": adapters})
     modules = {leaf.removesuffix(".weight^T"): x for leaf, x in adapters.items()}
     fj.files.save_adapter(place / name, modules, config=about)
-print(sorted(path.name for path in (place / task.domains[0]).iterdir()))
+print(sorted(path.name for path in (place / names[0]).iterdir()))
 
 # %% [markdown]
 # The mean of the changes has rank 8, the sum of both: that merge is exact. Cut to rank 4 it loses
@@ -218,12 +207,12 @@ print(sorted(path.name for path in (place / task.domains[0]).iterdir()))
 # mean on purpose, so that the same number says how far it went.
 
 # %%
-folders = [place / name for name in task.domains]
+folders = [place / name for name in names]
 dense = fj.adapters.dense(model, begin)
 factors = []
 for client, params in enumerate(own):
-    rows = data.train.indices[client][:100]
-    examples = fj.Examples(data.train.inputs[rows], data.train.targets[rows])
+    rows = federation.indices[client][:100]
+    examples = fj.Examples(federation.inputs[rows], federation.targets[rows])
     changed = fj.adapters.merged(params)
     found = fj.fisher.kfac(dense, changed, examples, kind=fj.fisher.jacobian).factors
     factors.append({leaf.removesuffix(".weight"): x for leaf, x in found.items()})
@@ -239,13 +228,13 @@ for module, lost in small.lost.items():
 # %% [markdown]
 # ## What the merges know
 #
-# Accuracy on 300 test sentences of each domain; a difference of two points is chance.
+# Accuracy on the test examples of each client, 300 sentences; two points of difference are chance.
 
 
 # %%
 def accuracies(params):
     """Compute the accuracy on each domain, in percent."""
-    return [100 * float(fj.metrics.accuracy(model, params, test)) for test in data.test]
+    return [100 * float(fj.metrics.accuracy(model, params, test)) for test in tests]
 
 
 def with_adapter(name):
@@ -260,15 +249,15 @@ first, second = (jax.tree.map(lambda x, i=i: x[i], trained.models) for i in rang
 tested = {
     "checkpoints": {
         "the start": start,
-        "client of films": first,
-        "client of editorials": second,
+        f"client of {names[0]}": first,
+        f"client of {names[1]}": second,
         "average": average,
         "K-FAC": merged,
     },
     "adapters": {
         "the start": start,
-        "client of films": fj.adapters.merged(own[0]),
-        "client of editorials": fj.adapters.merged(own[1]),
+        f"client of {names[0]}": fj.adapters.merged(own[0]),
+        f"client of {names[1]}": fj.adapters.merged(own[1]),
         "exact mean": with_adapter("exact"),
         "mean, rank 4": with_adapter("small"),
         "K-FAC, rank 4": with_adapter("weighed"),
@@ -278,9 +267,7 @@ _, panels = plt.subplots(1, 2, figsize=(8.5, 3), sharex=True)
 for panel, (title, models) in zip(panels, tested.items(), strict=True):
     found = np.array([accuracies(params) for params in models.values()])
     places = np.arange(len(models))
-    for number, (label, colour) in enumerate(
-        zip(("films", "editorials"), (BLUE, ORANGE), strict=True)
-    ):
+    for number, (label, colour) in enumerate(zip(names, (BLUE, ORANGE), strict=True)):
         bars = panel.barh(places + 0.38 * number, found[:, number], 0.36, color=colour, label=label)
         panel.bar_label(bars, fmt="%.1f", padding=2, fontsize="x-small")
     panel.set_yticks(places + 0.19, list(models))
@@ -291,9 +278,9 @@ for panel, (title, models) in zip(panels, tested.items(), strict=True):
 panels[0].legend(loc="upper right", fontsize="x-small")
 
 # %% [markdown]
-# The clients start from a head that fits both domains, and a few hundred sentences teach them
-# little beside it: whole networks lose more than they gain, and a merge gives a part of that back;
-# adapters change little. Which merge is the best cannot be seen in so few sentences:
+# With sentences, the clients start from a head that fits both domains, and a few hundred sentences
+# teach them little beside it: whole networks lose more than they gain, and a merge gives a part of
+# that back; adapters change little. Which merge is the best cannot be seen in so few sentences:
 # [Merge fine-tuned models](https://github.com/fisherjax/fisherjax/blob/main/docs/how_to/fine_tuned.md)
 # says what decides it, with larger measurements, and which method to take when.
 #

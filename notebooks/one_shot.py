@@ -27,27 +27,32 @@
 # It runs in one to two minutes on two CPU cores.
 
 # %%
+# On Colab this installs fisherjax beside Colab's own jax; elsewhere it installs nothing.
 import sys
+from importlib.metadata import version
 
 from IPython import get_ipython
 
-if "google.colab" in sys.modules:  # elsewhere: `make demo`, or `pip install -e '.[experiments]'`
+if "google.colab" in sys.modules:
     source = "fisherjax[experiments] @ git+https://github.com/fisherjax/fisherjax"
-    get_ipython().run_line_magic("pip", f"install --quiet '{source}'")
-
-# %%
-import dataclasses
+    get_ipython().run_line_magic("pip", f"install --quiet '{source}' jax=={version('jax')}")
 
 import jax
-import jax.numpy as jnp
-import matplotlib.pyplot as plt
-import numpy as np
-import optax
 
 import fisherjax as fj
 
 # For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
 fj.devices.disable_faulty_fusion()
+print(f"fisherjax {fj.__version__}, jax {jax.__version__} on {jax.devices()[0].device_kind}")
+print(*fj.devices.self_check() or ["This machine computes correctly."], sep="\n")
+
+# %%
+import dataclasses
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
@@ -302,7 +307,7 @@ right.tick_params(length=0)
 # One solve on the server, and much of what the mean forgot is there again. One run is an anecdote:
 # `make demo` repeats it for four partitions and three seeds. RegMean comes first in these too, for
 # a reason that we shall see; on the papers' convolutional networks FedFisher with K-FAC does, on
-# average (tables in the README).
+# average ([tables](https://github.com/fisherjax/fisherjax/blob/main/docs/results/accuracy.md)).
 #
 # ## Along the line
 #

@@ -26,25 +26,31 @@
 # It runs in about two minutes on two CPU cores.
 
 # %%
+# On Colab this installs fisherjax beside Colab's own jax; elsewhere it installs nothing.
 import sys
+from importlib.metadata import version
 
 from IPython import get_ipython
 
-if "google.colab" in sys.modules:  # elsewhere: `make demo`, or `pip install -e '.[experiments]'`
+if "google.colab" in sys.modules:
     source = "fisherjax[experiments] @ git+https://github.com/fisherjax/fisherjax"
-    get_ipython().run_line_magic("pip", f"install --quiet '{source}'")
+    get_ipython().run_line_magic("pip", f"install --quiet '{source}' jax=={version('jax')}")
+
+import jax
+
+import fisherjax as fj
+
+# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
+fj.devices.disable_faulty_fusion()
+print(f"fisherjax {fj.__version__}, jax {jax.__version__} on {jax.devices()[0].device_kind}")
+print(*fj.devices.self_check() or ["This machine computes correctly."], sep="\n")
 
 # %%
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-import fisherjax as fj
 from fisherjax.theory import feature_learning, laplace, signal_noise, two_layer
-
-# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
-fj.devices.disable_faulty_fusion()
 
 jax.config.update("jax_enable_x64", True)  # inputs on a circle: Gram matrices close to singular
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})

@@ -25,13 +25,24 @@
 # and written to two files become one. It runs in one to two minutes on two CPU cores.
 
 # %%
+# On Colab this installs fisherjax beside Colab's own jax; elsewhere it installs nothing.
 import sys
+from importlib.metadata import version
 
 from IPython import get_ipython
 
-if "google.colab" in sys.modules:  # elsewhere: `pip install -e '.[experiments]' equinox`
+if "google.colab" in sys.modules:
     source = "fisherjax[experiments] @ git+https://github.com/fisherjax/fisherjax"
-    get_ipython().run_line_magic("pip", f"install --quiet '{source}' equinox")
+    get_ipython().run_line_magic("pip", f"install --quiet '{source}' equinox jax=={version('jax')}")
+
+import jax
+
+import fisherjax as fj
+
+# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
+fj.devices.disable_faulty_fusion()
+print(f"fisherjax {fj.__version__}, jax {jax.__version__} on {jax.devices()[0].device_kind}")
+print(*fj.devices.self_check() or ["This machine computes correctly."], sep="\n")
 
 # %%
 import tempfile
@@ -39,16 +50,10 @@ from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-
-import fisherjax as fj
-
-# For this notebook's own programs on jaxlib 0.10.2 to 0.11.2; on others it does nothing.
-fj.devices.disable_faulty_fusion()
 
 plt.rcParams.update({"figure.constrained_layout.use": True, "legend.frameon": False})
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})

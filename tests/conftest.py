@@ -68,15 +68,14 @@ def _few_programs_in_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def run_page() -> Callable[[Path], dict]:
-    """Execute the examples of a page from top to bottom, and return their names."""
+def run_page() -> Callable[..., dict]:
+    """Execute the examples of a page, and of those that continue it, and return their names."""
 
-    def run(page: Path) -> dict:
+    def run(*pages: Path) -> dict:
         names: dict = {}
-        for code in re.findall(
-            r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE
-        ):
-            exec(code, names)
+        for text in (page.read_text() for page in pages):
+            for code in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+                exec(code, names)
         return names
 
     return run

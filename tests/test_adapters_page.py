@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[1] / "docs/how_to/adapters.md"
+PAGES = [Path(__file__).parents[1] / f"docs/how_to/{x}adapters.md" for x in ("", "train_")]
 
 
 @pytest.mark.long
 def test_the_page_about_adapters_runs_and_prints_what_stands_under_it(run_page):
-    page, text = SimpleNamespace(**run_page(PAGE)), PAGE.read_text()
+    page, text = SimpleNamespace(**run_page(*PAGES)), "".join(p.read_text() for p in PAGES)
     exact, small, lost = re.search(r"prints `(\{.*?\}) (\{.*?\}) (0\.\d+)`", text).groups()
     assert (str(page.exact.ranks), str(page.small.ranks)) == (exact, small)
     assert abs(page.small.lost["layer.0.query"] - float(lost)) < 0.01

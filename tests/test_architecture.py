@@ -70,6 +70,8 @@ ORDER = [
 ]
 BUILT = {  # folders whose files build on one another
     "likelihoods": ["_distributions", "_custom"],
+    "networks": ["statistics", "functions", "images", "residual", "transformer"],
+    "datasets": ["reading", "images", "_records", "on_disk", "natural", "grouping"],
     "_core": [
         "caching",
         "compat",
@@ -102,7 +104,7 @@ BUILT = {  # folders whose files build on one another
         *("checkpoints._merge", "checkpoints._imported", "merge"),
         *("adapters._config", "adapters.folders", "adapters.merge"),
     ],
-    "rounds": ["_one_round", "experiment"],
+    "rounds": ["_cohorts", "_one_round", "experiment", "stream"],
     "flower": [
         *("_wire", "_uploads", "_secure", "_state", "_kept", "_secure_client", "_replies"),
         *("_client", "_grid", "_received", "_nodes", "_secure_server", "_strategy", "_server"),
@@ -114,7 +116,8 @@ SHARED = [
     *("_cohorts", "accounting", "clipping", "encoded", "reading", "base", "stages", "checks"),
     *("_rows", "_changes", "_layer_solves", "_fisher_updates", "_unit_matching", "_layer_errors"),
     "_fedlpa_solvers",
-    *("exchanges._head_sums", "exchanges._rescaling", "wrappers.local_leaves"),
+    *("exchanges._head_sums", "exchanges._rescaling"),
+    *("wrappers.local_leaves", "wrappers.server_optimizer"),
     *("distillation.synthesis", "distillation._outliers", "distillation.student"),
     "distillation._open_set",
     *("keys", "shares", "fixed_point", "messages", "_setting", "_masks", "_message_checks"),
@@ -139,9 +142,12 @@ EXTRA = {"flower"}  # needs an extra, so that `from fisherjax import *` leaves i
 
 ALONE = {  # who may import what the rest must not see
     "kfac_jax": {"_core.compat"},
-    "flax": {f"networks.{name}" for name in ("functions", "images", "statistics", "transformer")},
+    "flax": {
+        f"networks.{name}"
+        for name in ("functions", "images", "residual", "statistics", "transformer")
+    },
     "safetensors": {"files.base", "files.arrays"},
-    "tensorflow_datasets": {"_cinic10", "datasets.reading"},
+    "tensorflow_datasets": {"_cinic10", "datasets.reading", "datasets._records"},
     "sklearn": {"datasets.reading"},
     "cryptography": {"secure_aggregation.keys"},
     "flwr": {f"flower{x}" for x in ("", *("._wire", "._kept", "._client", "._grid", "._received"))}

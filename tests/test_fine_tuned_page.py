@@ -11,14 +11,15 @@ from fisherjax.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/how_to/fine_tuned.md"
+INSPECT = ROOT / "docs/how_to/inspect_merge.md"
 
 
 @pytest.mark.long
 def test_the_page_about_fine_tuned_models_runs_and_prints_what_stands_under_it(
     run_page, monkeypatch
 ):
-    page, text = SimpleNamespace(**run_page(PAGE)), PAGE.read_text()
-    said = re.search(r"prints `\[(.*?)\] (\S+)`", text)
+    page = SimpleNamespace(**run_page(INSPECT))
+    said = re.search(r"prints `\[(.*?)\] (\S+)`", INSPECT.read_text())
     np.testing.assert_allclose(page.relative, np.float64(said[1].split()), atol=0.006)
     assert abs(page.cosines[1, 2] - float(said[2])) < 0.06
     files = page.fj.files.load_arrays
@@ -36,18 +37,18 @@ def test_the_page_about_fine_tuned_models_runs_and_prints_what_stands_under_it(
     names = {"base/": "base.safetensors", "merged/": "out.safetensors"}
     for first, (path, beside) in zip("abc", page.pairs, strict=True):
         names |= {f"{first}/": path, f"{first}.safetensors": beside}
-    commands = re.findall(r"^python -m fisherjax (merge .*)$", text, re.MULTILINE)
+    commands = re.findall(r"^python -m fisherjax (merge .*)$", PAGE.read_text(), re.MULTILINE)
     assert len(commands) == 4
     for command in commands:
         assert main([names.get(word, word) for word in command.split()]) == 0
     np.testing.assert_array_equal(files("out.safetensors")["fc.bias"], voted["fc.bias"])
 
 
-def test_the_digits_of_the_page_are_those_of_the_page_about_merging():
+def test_the_digits_of_the_page_are_those_of_the_page_about_changes_of_a_start():
     rows = re.findall(r"^\| (.+?) \| (\d+\.\d) \| (\d+\.\d) \|$", PAGE.read_text(), re.MULTILINE)
-    merging = (ROOT / "docs/methods/merging.md").read_text()
-    table = merging.split("### On digits", 1)[1].split("\n\n", 3)[2]
+    changes = (ROOT / "docs/methods/changes_of_a_start.md").read_text()
+    table = changes.split("## On digits", 1)[1].split("\n\n", 3)[2]
     held = re.findall(r"^\| (.+?) \| +\| (\S+) \+- \S+ \| (\S+) \+- \S+ \|$", table, re.MULTILINE)
-    of_merging = {name: numbers for name, *numbers in held}
+    of_changes = {name: numbers for name, *numbers in held}
     for name, *numbers in rows[:9]:
-        assert of_merging[name.split(",")[0]] == numbers, name
+        assert of_changes[name.split(",")[0]] == numbers, name

@@ -722,7 +722,7 @@ def test_a_folder_that_exists_is_not_replaced(folders):
 def test_the_page_about_checkpoints_runs_and_its_command_makes_the_same_file(
     run_page, capsys, monkeypatch
 ):
-    page = ROOT / "docs/how_to/checkpoints.md"
+    page = ROOT / "docs/how_to/fisher_files.md"
     names, text = run_page(page), page.read_text()
     assert capsys.readouterr().out.startswith("fisher_merge [0.")
     [command] = re.findall(r"^python -m fisherjax (fisher .*)$", text, re.MULTILINE)

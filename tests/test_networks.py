@@ -32,6 +32,8 @@ def count(params):
         (networks.SimpleCNN(), (32, 32, 3), 62_006),
         (networks.CNN(), (32, 32, 3), 939_616),
         (networks.NormedCNN(), (32, 32, 3), 121_686 + 4 * (16 + 32 + 120 + 84)),
+        (networks.DropoutCNN(), (28, 28, 1), 1_206_590),
+        (networks.ResNet18(), (32, 32, 3), 11_220_132),
         (networks.MLP((254, 64), use_bias=True), (28, 28, 1), 216_360),
         (networks.MLP(), (64,), 64 * 64 + 64 * 64 + 64 * 10),
         (networks.ResidualMLP(32, 3), (8, 8, 1), 64 * 32 + 6 * 32 * 32 + 32 * 10),
@@ -191,6 +193,107 @@ class Counting(flax.linen.Module):
 def test_a_model_with_other_collections_is_refused(key):
     with pytest.raises(ValueError, match=r"Counting has .*'calls'.*apply_train"):
         networks.init(Counting(), key, np.zeros((2, 3)))
+
+
+# ResNet-18
+
+
+@pytest.mark.long
+def test_the_residual_network_computes_what_it_says(x64, key):
+    network = networks.ResNet18(5, width=4)
+    draw = np.random.default_rng(1).normal
+    images = draw(size=(2, 9, 12, 3))
+    params = init(network, key, images)
+    params = jax.tree.map(lambda x: x + 0.1 * draw(size=x.shape), jax.device_get(params))
+    found = jax.jit(networks.apply_fn(network))(params, images)
+    np.testing.assert_allclose(found, jax.jit(plain_resnet)(params, images), rtol=1e-9)
+
+
+def plain_resnet(params, images):
+    """Compute it by convolutions of JAX, with norms by images and halves of the channels."""
+
+    def layer(name, x, stride=1):
+        kernel, norm = params[f"conv{name}"]["kernel"], params[f"norm{name}"]
+        pad = [(kernel.shape[0] // 2,) * 2] * 2
+        y = lax.conv_general_dilated(x, kernel, (stride, stride), pad, dimension_numbers=NHWC)
+        halves = [
+            (own - own.mean((1, 2, 3), keepdims=True))
+            / jnp.sqrt(own.var((1, 2, 3), keepdims=True) + 1e-6)
+            for own in jnp.split(y, 2, -1)
+        ]
+        return jnp.concatenate(halves, -1) * norm["scale"] + norm["bias"]
+
+    hidden = jax.nn.relu(layer("stem", images))
+    for block, stride in (
+        *(("1_1", 1), ("1_2", 1), ("2_1", 2), ("2_2", 1)),
+        *(("3_1", 2), ("3_2", 1), ("4_1", 2), ("4_2", 1)),
+    ):
+        inner = layer(f"{block}_b", jax.nn.relu(layer(f"{block}_a", hidden, stride)))
+        hidden = hidden if stride == 1 else layer(f"{block}_shortcut", hidden, stride)
+        hidden = jax.nn.relu(hidden + inner)
+    return affine(params["head"], hidden.mean((1, 2)))
+
+
+def test_groups_that_do_not_divide_the_width_are_refused(key):
+    with pytest.raises(ValueError, match="width=5 and groups=2"):
+        networks.init(networks.ResNet18(width=5), key, np.zeros((1, 8, 8, 3)))
+
+
+# Dropout
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("network", "inputs"),
+    [
+        (networks.DropoutCNN(5, dropout=0.5), np.ones((2, 8, 8, 1), np.float32)),
+        (
+            networks.Transformer(5, width=8, num_layers=1, num_heads=2, context=6, dropout=0.5),
+            np.ones((2, 6), np.uint8),
+        ),
+    ],
+)
+def test_dropout_is_in_training_alone_and_follows_the_key(key, network, inputs):
+    params = init(network, key, inputs)
+    model = networks.model(network, params, likelihoods.categorical)
+    assert model == networks.model(network, params, likelihoods.categorical)
+    train = jax.jit(lambda key: model.apply_train(params, inputs, key, jnp.ones(2))[0])
+    first, again, other = (np.asarray(train(jax.random.key(k))) for k in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    # Equal inputs are dropped apart, and without dropout they have equal outputs.
+    assert (first[0] != first[1]).any()
+    still = network.clone(dropout=0.0)
+    plain = networks.model(still, params, likelihoods.categorical)
+    assert plain.apply_train is None
+    np.testing.assert_array_equal(model.apply(params, inputs), plain.apply(params, inputs))
+
+
+@pytest.mark.long
+def test_the_mean_over_dropout_of_a_linear_head_is_the_output_without(key):
+    """What is dropped before the last layer is zero in the mean: E[mask] / (1 - share) = 1."""
+    network, inputs = networks.DropoutCNN(3, dropout=0.5), np.ones((1, 6, 6, 1), np.float32)
+    params = init(network, key, inputs)
+    # The first dense layer has a bias alone, so that only the last dropout matters.
+    params["dense1"]["kernel"] = 0 * params["dense1"]["kernel"]
+    model = networks.model(network, params, likelihoods.categorical)
+    keys = jax.random.split(key, 4000)
+    train = jax.vmap(lambda key: model.apply_train(params, inputs, key, jnp.ones(1))[0])
+    found = np.asarray(jax.jit(train)(keys))[:, 0]
+    error = found.std(0) / len(keys) ** 0.5
+    assert (abs(found.mean(0) - model.apply(params, inputs)[0]) < 5 * error + 1e-6).all()
+    assert error.min() > 0
+
+
+def test_dropout_without_an_argument_train_is_refused(key):
+    class Wrong(flax.linen.Module):
+        dropout: float = 0.5
+
+        def __call__(self, x):
+            return x
+
+    with pytest.raises(ValueError, match="Wrong keeps running statistics or has dropout"):
+        networks.model(Wrong(), {}, likelihoods.categorical)
 
 
 # The transformer

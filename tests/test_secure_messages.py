@@ -603,7 +603,7 @@ def test_there_are_as_many_kinds_as_were_asked_for():
     """The 74 of the review of 0.2 and thirty more, and what it names is among them."""
     assert len(KINDS) >= 74 + 30
     assert set(REVIEW) | OWN_NUMBERS <= set(KINDS)
-    page = Path(__file__).parents[1] / "docs/how_to/secure.md"
+    page = Path(__file__).parents[1] / "docs/how_to/secure_promises.md"
     assert f"changes every message in\n{len(KINDS)} ways" in page.read_text()
 
 

@@ -1242,8 +1242,10 @@ def test_two_writers_at_once_leave_one_whole_file(paths):
 
 @pytest.mark.long
 def test_the_page_about_uploads_runs_and_prints_what_stands_under_it(run_page, capsys, monkeypatch):
-    page = ROOT / "docs/how_to/uploads.md"
-    names, text = run_page(page), page.read_text()
+    pages = [
+        ROOT / f"docs/how_to/{name}.md" for name in ("uploads", "merge_uploads", "upload_kinds")
+    ]
+    names, text = run_page(*pages), "".join(page.read_text() for page in pages)
     monkeypatch.chdir(names["folder"])
     capsys.readouterr()
     said = re.search(r"It prints (0\.\d+) and (0\.\d+)", text).groups()

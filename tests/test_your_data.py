@@ -16,7 +16,8 @@ import pytest
 import fisherjax as fj
 
 PAGE = Path(__file__).parents[1] / "docs/how_to/your_data.md"
-FOREIGN = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+LIBRARIES = PAGE.with_name("data_libraries.md")
+FOREIGN = re.findall(r"^```py\n(.*?)^```$", LIBRARIES.read_text(), re.DOTALL | re.MULTILINE)
 
 ROWS = [[3, 1, 0], [], [4, 2, 5]]
 X = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What the page about one's own model says holds: its examples run, in order, and agree."""
+"""What the pages about one's own model say holds: their examples run, in order, and agree."""
 
 import re
 from pathlib import Path
@@ -8,14 +8,26 @@ import chex
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.long  # the page is executed once, for all of them
+pytestmark = pytest.mark.long  # the pages are executed once, for all of them
 
-PAGE = Path(__file__).parents[1] / "docs/how_to/your_model.md"
+PAGES = Path(__file__).parents[1] / "docs/how_to"
+NAMES = (
+    *("your_model", "your_loss", "frameworks", "pytorch", "batch_norm", "stateful_modules"),
+    *("sequences", "padding", "seeds", "learn_weights"),
+)
+
+
+def text_of(name):
+    return (PAGES / f"{name}.md").read_text()
 
 
 @pytest.fixture(scope="module")
 def page(run_page):
-    return SimpleNamespace(**run_page(PAGE))
+    """The names of all pages; where several have a name, those of the first."""
+    found = run_page(PAGES / "two_frameworks.md", PAGES / "other_names.md")
+    for name in NAMES:
+        found = run_page(PAGES / f"{name}.md") | found
+    return SimpleNamespace(**found)
 
 
 def test_seeds_at_once_are_seeds_alone(page):
@@ -38,7 +50,7 @@ def test_every_framework_is_covered(page):
     assert all(name.startswith("params/") for name in names)
     told = "Kronecker(2 leaves, 1 dense layers, 330 parameters, float32)"
     assert str(page.last_kfac) == told
-    assert told in PAGE.read_text()
+    assert told in text_of("your_model")
 
 
 def test_the_loss_of_ones_own_is_the_one_that_the_page_names(page):
@@ -87,12 +99,13 @@ def test_a_dense_layer_after_pytorchs_flatten_gives_what_pytorch_gives(page):
     layers = {(layer.leaf, layer.bias) for layer in page.torch_kfac.layers}
     assert layers == {("conv.weight", "conv.bias"), ("fc.weight", "fc.bias")}
     assert page.torch_kfac.coverage == 1
-    said = re.search(r"It prints `(Kronecker\(.*?\))`", PAGE.read_text()).group(1)
+    said = re.search(r"It prints `(Kronecker\(.*?\))`", text_of("your_model")).group(1)
     assert repr(page.kfac) == said
 
 
 def test_the_merges_are_as_good_as_the_page_says(page):
-    said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", PAGE.read_text()).groups()
+    text = text_of("two_frameworks")
+    said = re.search(r"It prints (0\.\d+), (0\.\d+) and (0\.\d+)", text).groups()
     fj, model = page.fj, page.linen_model
     methods = fj.algorithms.fedavg(), fj.algorithms.regmean(model), page.fedfisher
     for method, number in zip(methods, said, strict=True):
@@ -103,7 +116,7 @@ def test_the_merges_are_as_good_as_the_page_says(page):
 
 
 def test_the_exact_fisher_of_sequences_needs_the_memory_that_the_page_says(page):
-    said = float(re.search(r"It prints (\d+) MB", PAGE.read_text()).group(1))
+    said = float(re.search(r"It prints (\d+) MB", text_of("sequences")).group(1))
     # Compilers of other versions place arrays otherwise.
     assert 0.5 < page.need.scratch / 1e6 / said < 2
     assert page.tokens_kfac.coverage == 1
@@ -125,6 +138,6 @@ def test_updates_from_files_merge_like_those_that_never_left(page):
 
 
 def test_learning_the_weights_lowers_the_loss_as_the_page_says(page):
-    said = re.search(r"from (0\.\d+) to (0\.\d+) nats", PAGE.read_text()).groups()
+    said = re.search(r"from (0\.\d+) to (0\.\d+) nats", text_of("learn_weights")).groups()
     np.testing.assert_allclose([page.losses[0], page.losses[-1]], np.float64(said), atol=0.01)
     assert page.loss(page.free) < page.losses[0]

@@ -214,3 +214,29 @@ def test_what_is_missing_or_out_of_range_is_said(world, key):
         algorithms.fedfish(MODEL, batch_size=0)
     with pytest.raises(ValueError, match="floor is -1"):
         algorithms.fedfish(MODEL, batch_size=1, floor=-1.0)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_the_empirical_fisher_is_the_squares_of_minibatches_of_one_example(world, key, average):
+    how = {"batch_size": 1, "average": average}
+    _, squares = summarize(world, key, **how)
+    method, fishers = summarize(world, key, kind=fj.fisher.empirical, **how)
+    np.testing.assert_allclose(squares_of(fishers), squares_of(squares), rtol=1e-10)
+    assert fishers.kind == method.kind != squares.kind
+
+
+def test_damping_goes_from_fedfish_to_federated_averaging(world, key):
+    federation, stacked = world
+    mean = np.average(stacked["w"], axis=0, weights=SIZES)
+    _, updates = summarize(world, key, batch_size=2)
+    distances = []
+    for damping in (0.0, 1.0, 1e8):
+        method = algorithms.fedfish(MODEL, batch_size=2, damping=damping)
+        merged, _, _ = merging.merge(method, {"w": stacked["w"][0]}, updates, federation.weights)
+        distances.append(np.abs(merged["w"] - mean).max())
+    assert distances[0] > distances[1] > 100 * distances[2]
+
+
+def test_squares_of_the_last_epoch_have_no_other_kind():
+    with pytest.raises(ValueError, match="last_epoch is True and kind is true"):
+        algorithms.fedfish(MODEL, last_epoch=True, kind=fj.fisher.true)

@@ -15,12 +15,13 @@ import pytest
 
 from experiments import __main__ as listing
 from experiments import harness
+from fisherjax import algorithms
 
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 
 ORDER = [
-    *("names", "imported", "choices", "program_cache", "option_groups", "hosts", "commands"),
-    *("tables", "papers", "records", "folders", "figures"),
+    *("names", "imported", "program_cache", "hosts", "tables", "records", "decoded", "choices"),
+    *("option_groups", "commands", "papers", "folders", "figures", "drawings"),
     *("config", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "kept_clients", "after_merge", "one_round", "accuracies", "memory"),
     *("progress", "forecast", "grids", "grid_runs", "reference", "trained_clients", "studies"),
@@ -164,7 +165,8 @@ def help_of(name: str, capsys, monkeypatch) -> tuple[dict[str, str], dict[str, s
     """Return what --help says of each group and of each option, by their names."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as stop:
-        module_of(name).main(["--help"])
+        # Options of methods are shown for those that are named.
+        module_of(name).main(["--help", "--algorithms", *algorithms.merges(), "fedov+student"])
     assert stop.value.code == 0
     groups: dict[str, str] = {}
     options: dict[str, str] = {}
@@ -193,6 +195,27 @@ def test_help_has_a_sentence_for_every_group_and_every_option(name, capsys, monk
     assert len(options) > 1
     for option, text in options.items():
         assert re.fullmatch(r"[^a-z(].*\. \((default: .*|required)\)", text), f"{option}: {text}"
+
+
+@pytest.mark.parametrize("name", MAINS)
+def test_help_begins_with_an_example_of_the_command(name):
+    study, _, _ = name.partition("/")
+    _, example, *_ = module_of(name).__doc__.split("\n\n")
+    assert example.startswith(f"    python -m experiments.{study} ")
+
+
+def test_help_of_one_round_is_read_on_two_screens_and_says_how_to_see_more(capsys):
+    shown = []
+    for named in ([], ["--algorithms", "fedprox@mu=0.1"]):
+        with pytest.raises(SystemExit):
+            module_of("one_shot/__main__").main([*named, "--help"])
+        shown.append(capsys.readouterr().out)
+    short, long = shown
+    assert len(short.splitlines()) < 160
+    assert "python -m experiments.one_shot --algorithms fedprox fedfisher_kfac --help" in short
+    assert "--fedprox.mu FLOAT" not in short
+    assert "--fedprox.mu FLOAT" in long
+    assert "--fedlpa.damping" not in long
 
 
 @pytest.mark.parametrize("name", READERS)

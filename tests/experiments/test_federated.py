@@ -20,9 +20,9 @@ import pytest
 
 import fisherjax as fj
 from experiments.federated import __main__ as federated
-from experiments.federated import curves, runs
+from experiments.federated import curves, plan, runs, tasks
 from experiments.federated.__main__ import main
-from experiments.harness import commands, config, figures, limits, records, tasks
+from experiments.harness import commands, config, figures, limits, records
 from experiments.harness.config import AnyData, Federated, Merging
 
 ROOT = Path(__file__).parents[2]
@@ -133,8 +133,8 @@ def test_traffic_is_the_bytes_of_a_client(finished):
 def test_measurements_stand_at_the_same_local_epochs_whatever_a_round_has(finished):
     for epochs, every, expected in ((1, 3, [3, 6, 8]), (2, 3, [2, 3, 4]), (4, 3, [1, 2])):
         asked = Federated(total_epochs=8, eval_every=every)
-        numbers = range(1, runs.number(asked, epochs) + 1)
-        assert [n for n in numbers if runs.measured(asked, epochs, n)] == expected
+        numbers = range(1, plan.number(asked, epochs) + 1)
+        assert [n for n in numbers if plan.measured(asked, epochs, n)] == expected
     rows = rows_of(finished)
     where = {"split": "test", "metric": "accuracy", "seed": 1, "algorithm": "fedavg"}
     assert len(values(rows, **where, local_epochs=1)) == 4
@@ -421,6 +421,12 @@ def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
         (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
         (["--held-out-plays", "1"], "--held-out-plays is 1"),
+        (["--local-learning-rate", "0.05"], "--local-learning-rate is 0.05, expected several"),
+        (["--local-learning-rate", "0", "0.1"], "--local-learning-rate is 0.0 0.1, expected a num"),
+        (
+            [*("--local-learning-rate", "0.01", "0.1"), *("--server-optimizer", "adam")],
+            "--server-learning-rate is 1.0, expected several",
+        ),
         (
             ["--algorithms", "fedfisher_full", "--num-clients", "30", "--cohort", "20"],
             "fedfisher_full needs a matrix of",
@@ -447,3 +453,29 @@ def test_roles_of_held_out_plays_take_no_part_in_training(shared):
     assert all(rows)
     assert sum(map(len, rows)) == len(set.union(*rows))
     assert rows[2] == set(prepared.test.indices[0, : prepared.test.sizes[0]].tolist())
+
+
+@pytest.mark.long
+def test_all_clients_may_train(tmp_path):
+    options = ["--num-clients", "3", "--cohort", "3", "--rounds", "2", "--local-epochs", "1"]
+    options += ["--validation-clients", "0", "--held-out-clients", "0", "--algorithms", "fedavg"]
+    options += ["--no-barrier", "--seeds", "0", "1", "--out", str(tmp_path / "run")]
+    assert main(options) == 0
+    with open(tmp_path / "run/results.csv") as file:
+        rows = [*csv.DictReader(file)]
+    assert {row["split"] for row in rows} == {"cohort", "test", "clients", "traffic"}
+    assert {row["seed"] for row in rows} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("validation", ["--server-optimizer", "sgd", "--server-learning-rate", "0.5", "1"]),
+        ("validation", ["--patience", "2"]),
+        ("held-out", ["--personal-points", "2"]),
+    ],
+)
+def test_clients_that_something_is_measured_on_are_needed(tmp_path, capsys, name, more):
+    options = [f"--{name}-clients", "0", *more, "--out", str(tmp_path / "run")]
+    assert main(options) == 1
+    assert f"--{name}-clients is 0, expected 1 or more" in capsys.readouterr().err

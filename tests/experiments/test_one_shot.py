@@ -178,7 +178,7 @@ def test_help_shows_the_defaults_of_the_data_set(capsys):
 
 @pytest.mark.long
 def test_the_file_of_the_page_brings_a_method_a_network_and_data(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/how_to/commands.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how_to/own_files.md").read_text()
     section = page[page.index("## Bring your own") :]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     command = re.search(r"```bash\n(.*?)```", section, re.DOTALL)[1]

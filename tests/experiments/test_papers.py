@@ -92,7 +92,7 @@ def test_the_sums_of_fedfishers_table_are_exact():
 
 def test_the_sums_of_fedfishers_tables_of_compression_are_exact():
     """Its Tables 4 and 5 stand on a page, digit for digit."""
-    page = (ROOT / "docs/how_to/compression.md").read_text()
+    page = (ROOT / "docs/results/compression.md").read_text()
     for name, sums in (
         ("diagonal", (4, "190.32", "15.24")),
         ("K-FAC", (8, "452.75", "18.44")),
@@ -195,7 +195,7 @@ def test_the_page_on_niid_bench_holds_the_papers_numbers_and_none_of_other_epoch
 
 
 def test_what_compression_costs_here_beside_the_paper_is_what_was_measured():
-    page = (ROOT / "docs/how_to/compression.md").read_text()
+    page = (ROOT / "docs/results/compression.md").read_text()
     folders = {
         ("K-FAC", "MNIST"): ("compression_reference", "fedfisher_kfac", "paper"),
         ("K-FAC", "CIFAR-10"): ("compression_cifar10", "fedfisher_kfac", "paper"),

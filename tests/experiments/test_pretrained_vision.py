@@ -12,7 +12,7 @@ from experiments.pretrained import models, vision_table, weights
 from experiments.pretrained.networks import NETWORKS
 from experiments.pretrained.vision_table import Case, Config
 from fisherjax.typing import Examples
-from tests.experiments.test_pretrained_images import archive
+from tests.harness.test_drawings import archive
 
 TINY = Case("usps", "drawn", 10, same=True)
 
@@ -82,20 +82,3 @@ def test_people_who_draw_the_test_images_draw_no_training_images(monkeypatch, tm
 def test_a_table_that_does_not_exist_is_refused(capsys):
     assert pretrained.main(["--table", "visio"]) == 1
     assert "--table is 'visio', did you mean 'vision'" in capsys.readouterr().err
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("statistics", ["running", "start"])
-def test_clients_train_with_statistics_of_minibatches_or_of_the_start(
-    state, monkeypatch, statistics
-):
-    monkeypatch.setitem(vision_table.CASES, "normed", Case("svhn", "drawn", 10))
-    images = np.random.RandomState(0).randint(0, 256, (16, 32, 32, 3)).astype("uint8")
-    drawn = Examples(images, np.int32(np.arange(16) % 10))
-    monkeypatch.setattr(vision_table, "data", lambda *_: (drawn, drawn))
-    how = {"num_clients": 2, "epochs": 1, "batch_size": 8, "statistics": statistics}
-    of = vision_table._clients(Config(**how), "normed", "scratch", 0)
-    for new, old in zip(*map(jax.tree.leaves, (of.trained.models["moments"], of.start["moments"]))):
-        assert (np.asarray(new) == np.asarray(old)).all() == (statistics == "start")
-    moved = jax.tree.map(lambda new, old: (new != old).any(), of.trained.models, of.start)
-    assert all(jax.tree.leaves(moved["params"]))

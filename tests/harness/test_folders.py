@@ -18,8 +18,8 @@ import pytest
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.federated import curves
-from experiments.federated import runs as federated
+from experiments.federated import curves, grid
+from experiments.federated import plan as federated
 from experiments.harness import (
     accuracies,
     choices,
@@ -258,7 +258,7 @@ def test_the_choice_by_accuracy_does_not_choose_what_is_no_number():
         Row("fedavg", 0, 1, "validation", "accuracy", value, None, None, None, None, 1, rate)
         for rate, value in ((0.1, math.nan), (1.0, 0.2))
     ]
-    assert federated.select(asked, rows) == {("fedavg", 1): 1.0}
+    assert federated.select(asked, rows) == {("fedavg", 1): (1.0, None)}
     assert tables.spread([0.5, math.nan]) == "nan ± nan"
     assert tables.moments([0.5, math.inf])[2] == 2
 
@@ -287,8 +287,9 @@ def test_stored_runs_of_one_round_are_whole(name):
 
 @pytest.mark.parametrize("name", stored("experiments.federated "))
 def test_stored_runs_of_rounds_are_whole(name):
-    rows = records.read_rows(STORED / name / RESULTS, records.FEDERATED)
-    assert federated.following(asked_of(name, Federated()), rows) is None
+    asked = asked_of(name, Federated())
+    rows = records.read_rows(STORED / name / RESULTS, grid.columns(asked))
+    assert federated.following(asked, rows) is None
 
 
 # Growth

@@ -95,10 +95,11 @@ def test_an_option_of_one_method_reaches_no_other(name):
 
 @pytest.fixture(scope="module")
 def shown() -> str:
-    """What --help shows of the options, without lines and frames."""
+    """What --help shows of the options of all methods, without lines and frames."""
     said = io.StringIO()
+    named = [*MERGED, "fedavg+dense", "fedov+student"]
     with contextlib.redirect_stdout(said), pytest.raises(SystemExit):
-        one_shot.main(["--help"])
+        one_shot.main(["--algorithms", *named, "--help"])
     return "".join(re.sub("[│─╭╮╰╯]", " ", said.getvalue()).split())
 
 

@@ -12,7 +12,9 @@ import pytest
 from rich.console import Console
 
 import fisherjax as fj
+from experiments.federated import plan
 from experiments.federated import runs as played
+from experiments.federated import tasks as rounds
 from experiments.harness import checkpoints, config, one_round, steps, tasks, votes
 from experiments.harness.config import Data, Federated, Merging, OneShot, Training
 from experiments.knee import runs as knee
@@ -137,9 +139,9 @@ def test_rounds_measure_whole_models(tmp_path):
         server_optimizer="momentum",
         out=tmp_path,
     )
-    task = tasks.rounds(asked)
+    task, unit = rounds.rounds(asked), plan.Unit("fedavg", 1, 1.0, 0)
     ((_, method),) = played.prepare(task).items()
-    rows = played.run(task, method, played.Unit("fedavg", 1, 1.0, 0), lambda *_: None, print)
+    rows = played.run(task, method, plan.Step(unit, 2), lambda *_: None, print)
     found = {(row.split, row.metric) for row in rows}
     assert {("cohort", "barrier_loss"), ("held_out", "accuracy")} <= found
     (up,) = (row.value for row in rows if row.metric == "up")

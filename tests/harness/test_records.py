@@ -388,3 +388,32 @@ def test_runs_from_before_most_options_keep_their_folder():
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()[:6]
     asked = OneShot(merging=Merging(max_examples=0))
     assert config.name(asked) == f"digits-mlp-m5-fedfisher0.1-{digest}"
+
+
+def test_columns_of_a_run_are_its_rows_by_their_types():
+    for folder, columns in (("digits_mlp", ONE_SHOT), ("federated_mnist", records.FEDERATED)):
+        rows = records.read_rows(STORED / folder / RESULTS, columns)
+        frame = records.frame(STORED / folder)
+        assert list(frame) == list(columns)
+        for name, column in frame.items():
+            assert column == [getattr(row, name) for row in rows], name
+            assert len({type(x) for x in column} - {type(None)}) == 1, name
+
+
+def test_columns_leave_out_damaged_rows_and_need_a_run(tmp_path):
+    rows = [records.Row("fedavg", seed, 1, "test", "accuracy", 0.5, 0) for seed in (0, 1)]
+    records.write_rows(tmp_path / RESULTS, rows, ONE_SHOT)
+    assert records.frame(tmp_path)["seed"] == [0, 1]
+    text = (tmp_path / RESULTS).read_text()
+    (tmp_path / RESULTS).write_text(text.replace("0,1,1,,test", "0,1,2,,test"))
+    assert records.frame(tmp_path)["seed"] == [0]
+    (tmp_path / RESULTS).write_text(text.splitlines()[0] + "\n")
+    assert records.frame(tmp_path) == {name: [] for name in ONE_SHOT}
+    with pytest.raises(FileNotFoundError, match="expected the folder of a run"):
+        records.frame(tmp_path / "nothing")
+
+
+def test_columns_are_taken_by_tables_of_other_packages():
+    frame = records.frame(STORED / "digits_mlp")
+    pandas, polars = (pytest.importorskip(name) for name in ("pandas", "polars"))
+    assert pandas.DataFrame(frame).shape == polars.DataFrame(frame).shape

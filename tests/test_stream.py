@@ -1,0 +1,141 @@
+"""Rounds whose clients are read from disk: those of data in memory, and what may go wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fisherjax as fj
+
+KEY = jax.random.key(5)
+SIZES = [4, 6, 3, 6, 5, 0]
+
+
+def linear(params, x):
+    return x @ params["w"] + params["b"]
+
+
+MODEL = fj.Model(linear, fj.likelihoods.categorical)
+START = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+OPTIMIZER = optax.sgd(0.1)
+
+
+def clients_of(sizes=SIZES):
+    random = np.random.default_rng(0)
+    return [
+        (random.normal(size=(n, 3)).astype(np.float32), random.integers(0, 2, n).astype(np.int32))
+        for n in sizes
+    ]
+
+
+def source_of(pairs, gone=()):
+    """Return clients that are read from memory; the file of some is gone."""
+
+    def read(client, most=None, seed=None):
+        if client in gone:
+            raise FileNotFoundError(f"the file of client {client} does not exist")
+        return jax.tree.map(lambda x: x[:most], pairs[client])
+
+    return fj.datasets.ByClient(np.array([len(y) for _, y in pairs]), "client {}".format, read)
+
+
+def experiment(algorithm=None, cohort=3):
+    algorithm = fj.algorithms.fedavg() if algorithm is None else algorithm
+    return fj.rounds.federated(
+        MODEL, algorithm, cohort=cohort, optimizer=OPTIMIZER, epochs=2, batch_size=4
+    )
+
+
+def streamed(source, rounds=4, state=None, most=6, **how):
+    own = experiment(**how)
+    state = own.init(START, source.num_clients) if state is None else state
+    return fj.rounds.run_stream(own, state, source, key=KEY, rounds=rounds, most=most)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", [None, fj.algorithms.fedfish(MODEL)], ids=["fedavg", "fedfish"])
+def test_rounds_are_those_of_the_data_in_memory(method):
+    pairs = clients_of([4, 6, 3, 6, 5])
+    own = experiment(method)
+    state = own.init(START, 5)
+    whole = fj.rounds.run(own, state, fj.clients.federation(pairs), key=KEY, rounds=4)
+    for (state, done), (other, its) in zip(
+        whole, streamed(source_of(pairs), algorithm=method), strict=True
+    ):
+        np.testing.assert_array_equal(done.cohort, its.cohort)
+        jax.tree.map(np.testing.assert_array_equal, state, other)
+        assert done.number == its.number
+
+
+@pytest.mark.long
+def test_all_rounds_share_a_program(caplog):
+    """Cohorts with other numbers of examples have arrays of the same shapes."""
+    pairs = clients_of([1, 2, 3, 4, 5, 6, 7, 8])
+    with jax.log_compiles():
+        list(streamed(source_of(pairs), rounds=6, most=7))
+    compiled = [line for line in caplog.messages if "XLA compilation of jit(_whole_round" in line]
+    compiled += [line for line in caplog.messages if "XLA compilation of jit(whole_round" in line]
+    assert len(compiled) == 1
+
+
+@pytest.mark.long
+def test_a_client_without_examples_is_named_and_has_no_influence():
+    pairs = clients_of()
+    with pytest.warns(UserWarning, match=r"round 0: clients without an example: \['client 5'\]"):
+        [(state, _)] = streamed(source_of(pairs), rounds=1, cohort=6)
+    [(other, _)] = streamed(source_of(pairs[:5]), rounds=1, cohort=5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), state, other)
+
+
+@pytest.mark.long
+def test_a_run_whose_file_vanished_continues_from_its_last_state():
+    pairs = clients_of(SIZES[:5])
+    uninterrupted = list(streamed(source_of(pairs), rounds=6))
+    cohorts = [set(done.cohort.tolist()) for _, done in uninterrupted]
+    lost = min(set.union(*cohorts) - cohorts[0])
+    number = next(k for k, cohort in enumerate(cohorts) if lost in cohort)
+    going = streamed(source_of(pairs, {lost}), rounds=6)
+    *_, (last, _) = [next(going) for _ in range(number)]
+    with pytest.raises(FileNotFoundError, match=f"client {lost} does not exist"):
+        next(going)
+    rest = list(streamed(source_of(pairs), rounds=6 - number, state=last))
+    assert [done.number for _, done in rest] == list(range(number, 6))
+    jax.tree.map(np.testing.assert_array_equal, rest[-1][0], uninterrupted[-1][0])
+
+
+def test_a_cap_draws_other_examples_in_every_round():
+    seen = []
+
+    def read(client, most=None, seed=None):
+        seen.append((client, most, tuple(seed)))
+        return jax.tree.map(lambda x: x[:most], pairs[client])
+
+    pairs = clients_of([6, 6])
+    source = fj.datasets.ByClient(np.array([6, 6]), str, read)
+    list(streamed(source, rounds=2, cohort=2, most=4))
+    list(streamed(source, rounds=2, cohort=2, most=4))
+    seen, again = seen[2:6], seen[8:]  # the first read of each call checks the arguments
+    assert seen == again
+    assert len(set(seen)) == 4
+    assert {most for _, most, _ in seen} == {4}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"cohort": 7}, "cohort is 7, but the source has 6 clients"),
+        ({"most": 0}, "most"),
+        ({"rounds": 0}, "rounds"),
+        ({"algorithm": fj.algorithms.scaffold()}, "keeps .* for each of the 6 clients"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_the_call(how, words):
+    with pytest.raises(ValueError, match=words):
+        streamed(source_of(clients_of()), **how)
+
+
+def test_a_federation_is_no_source():
+    federation = fj.clients.federation(clients_of())
+    with pytest.raises(TypeError, match="source"):
+        streamed(federation)
