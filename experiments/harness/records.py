@@ -161,8 +161,8 @@ def frame(out: Path) -> dict[str, list[Any]]:
 
     Example:
         >>> columns = frame(Path(__file__).parents[1] / "results/digits_mlp")
-        >>> columns["algorithm"][0], columns["seed"][0], columns["client"][0]
-        ('fedavg', 0, None)
+        >>> "fedavg" in columns["algorithm"], columns["seed"][0], None in columns["client"]
+        (True, 0, True)
     """
     path = out / RESULTS
     if not path.exists():

@@ -83,21 +83,22 @@ _COMMON = ("single client", "weights", "empty")
 _MASKED = (*_COMMON, "frozen")
 _QUADRATIC = (*_MASKED, "identity", "order", "shift", "equal curvatures", "statistics")
 _LAYERWISE = (*_QUADRATIC, "layerwise")
+_DAMPED = (*_LAYERWISE, "damping")
 _LEAST_SQUARES = (*_MASKED, "identity", "order", "shift", "layerwise", "statistics")
 _CHANGES = ("weights", "empty", "frozen", "order", "shift", "layerwise", "statistics")
 _FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
 _FEDLPA = "Liu et al., NeurIPS 2024"
-_FEDFISH = "Dhawan et al., TMLR 2024"
 _OURS = "this library"
 _FACTORS = "weights and K-FAC factors"
 _EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
-_SQUARES = "weights and squared gradients"
 _MOMENTS = "without training, moments of the last layer's inputs and class sums"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
 # Rows of methods whose messages files do not hold; by least squares; of changes of the start; of
 # exchanges; and of those that make a model for each client.
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
+_squares = {"paper": "Dhawan et al., TMLR 2024", "sends": "weights and squared gradients"}
+_fedfish = partial(_in_rounds, laws=_DAMPED, **_squares)
 _regmean = partial(Row, laws=_LEAST_SQUARES, reads={"grams": dict})
 _change = partial(Row, laws=_CHANGES, reads={}, pieces=Pieces())
 _exchange = partial(Row, laws=("exchange", "frozen"), reads=None)
@@ -129,7 +130,7 @@ METHODS: dict[str, Row] = {
         _FEDFISHER,
         "weights and diagonal Fisher",
         partial(fedfisher, fisher=fisher.diagonal),
-        (*_LAYERWISE, "damping"),
+        _DAMPED,
         {"fisher": Diagonal},
     ),
     "fedfisher_kfac": Row(
@@ -137,7 +138,7 @@ METHODS: dict[str, Row] = {
         _FEDFISHER,
         _FACTORS,
         fedfisher,
-        (*_LAYERWISE, "damping"),
+        _DAMPED,
         {"fisher": Kronecker},
     ),
     # The full Fisher couples layers, so that layers cannot be merged one by one.
@@ -186,9 +187,9 @@ METHODS: dict[str, Row] = {
         (*_MASKED, "order", "shift", "layerwise", "statistics"),
         _NO_FILES,
     ),
-    "fedfish": _in_rounds("FedFish", _FEDFISH, _SQUARES, fedfish),
-    "fedfish_last_epoch": _in_rounds(
-        "FedFish (last epoch)", _FEDFISH, _SQUARES, partial(fedfish, last_epoch=True)
+    "fedfish": _fedfish("FedFish", factory=fedfish),
+    "fedfish_last_epoch": _fedfish(
+        "FedFish (last epoch)", factory=partial(fedfish, last_epoch=True)
     ),
     "fedprox": _in_rounds("FedProx", "Li et al., MLSys 2020", "weights", fedprox),
     "scaffold": _in_rounds(
@@ -199,7 +200,7 @@ METHODS: dict[str, Row] = {
         _OURS,
         "weights and sketches of the K-FAC factors",
         fedfisher_sketched,
-        (*_LAYERWISE, "damping"),
+        _DAMPED,
         _NO_FILES,
     ),
     # Units are matched with those of the first client; a shift of all weights is another network.

@@ -416,7 +416,7 @@ def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     [
         (["--cohort", "9"], "--cohort is 9, expected 1 to the 8 clients"),
         (["--rounds", "0"], "--rounds is 0, expected 1 or more"),
-        (["--held-out-clients", "0"], "--held-out-clients is 0"),
+        (["--held-out-clients", "-1"], "--held-out-clients is -1"),
         (["--algorithms", "fedfisch"], "did you mean 'fedfish'"),
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
         (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
