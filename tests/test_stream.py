@@ -40,11 +40,10 @@ def source_of(pairs, gone=()):
     return fj.datasets.ByClient(np.array([len(y) for _, y in pairs]), "client {}".format, read)
 
 
-def experiment(algorithm=None, cohort=3):
+def experiment(algorithm=None, cohort=3, availability=None):
     algorithm = fj.algorithms.fedavg() if algorithm is None else algorithm
-    return fj.rounds.federated(
-        MODEL, algorithm, cohort=cohort, optimizer=OPTIMIZER, epochs=2, batch_size=4
-    )
+    how = {"cohort": cohort, "optimizer": OPTIMIZER, "epochs": 2, "batch_size": 4}
+    return fj.rounds.federated(MODEL, algorithm, availability=availability, **how)
 
 
 def streamed(source, rounds=4, state=None, most=6, **how):
@@ -127,6 +126,7 @@ def test_a_cap_draws_other_examples_in_every_round():
         ({"cohort": 7}, "cohort is 7, but the source has 6 clients"),
         ({"most": 0}, "most"),
         ({"rounds": 0}, "rounds"),
+        ({"availability": lambda _: jnp.ones(6)}, "has an availability; expected none"),
         ({"algorithm": fj.algorithms.scaffold()}, "keeps .* for each of the 6 clients"),
     ],
 )

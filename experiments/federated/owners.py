@@ -1,7 +1,5 @@
 """Read data whose clients are their own: roles of plays, writers, users and domains of the web."""
 
-import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,8 +70,7 @@ def _plays(config: Federated) -> Owned:
 
 def _writers(config: Federated) -> Owned:
     """Read Greek and Latin characters of Omniglot; a client is a person who drew them."""
-    folder = Path(config.data.data_dir or os.environ.get("TFDS_DATA_DIR", ".")) / "omniglot"
-    drawn = drawings.omniglot(folder)
+    drawn = drawings.omniglot(fj.datasets.data_folder(config.data.data_dir) / "omniglot")
     images = drawings.resized(drawn.images, (28, 28, 1))
     moments = [(float(of(images) / 255),) for of in (np.mean, np.std)]
     classes = int(drawn.labels.max()) + 1

@@ -1,6 +1,6 @@
 """Keep the decoded images of a data set in a folder of the user, so that the next command need not.
 
-Decoding 70,000 images of MNIST takes one core 4 s, and reading them decoded 0.04 s.
+Decoding 70,000 images of MNIST takes one core 4 s, and reading them decoded 0.03 s.
 """
 
 import contextlib
@@ -57,9 +57,8 @@ def _dataset(name: str, of: dict[str, np.ndarray]) -> Dataset:
 
 def _path(name: str, data_dir: str | os.PathLike | None) -> Path | None:
     """Return where a data set is kept; the name changes with its files and with this format."""
-    chosen = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     try:
-        source = Path(chosen).expanduser() / name
+        source = fj.datasets.data_folder(data_dir) / name
         files = sorted(path for path in source.rglob("*") if path.is_file())
         states = [(str(x.resolve()), x.stat().st_size, x.stat().st_mtime_ns) for x in files]
         kept = folder()

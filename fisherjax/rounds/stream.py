@@ -53,8 +53,9 @@ def run_stream(
 
     Raises:
         TypeError: If an argument has the wrong type.
-        ValueError: As `run`, or if the algorithm keeps something for each client, which would be in
-            memory. Arguments are checked by the call itself.
+        ValueError: As `run`, if the algorithm keeps something for each client, which would be in
+            memory, or if the experiment has an availability. Arguments are checked by the call
+            itself.
 
     Warns:
         UserWarning: If clients of a cohort have no example; they have no weight in the round.
@@ -80,6 +81,11 @@ def run_stream(
     checks.instance("experiment", experiment, Federated, "rounds.federated(...)")
     checks.instance("source", source, ByClient, "datasets.emnist(...)")
     checks.key(key)
+    if experiment.availability is not None:
+        raise ValueError(
+            "The experiment has an availability; expected none, as cohorts of clients on disk are "
+            "drawn alike. Use rounds.run with a federation in memory."
+        )
     if experiment.cohort > source.num_clients:
         raise ValueError(
             f"cohort is {experiment.cohort}, but the source has {source.num_clients} clients; "
