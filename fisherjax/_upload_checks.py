@@ -1,7 +1,7 @@
 """Check uploads before a merge: their kind, their leaves, their number and their weights.
 
-Their values are checked in `_divergence` (finite) and `_semidefinite` (curvature). Shapes that
-differ between clients are refused by `tree.stack`, and those that differ from the server's model in
+Their values are checked in `_finite_uploads` and `_semidefinite_uploads`. Shapes that differ
+between clients are refused by `tree.stack`, and those that differ from the server's model in
 `merging._server_half`. Uploads that are files are first checked in `files.uploads`, entry by entry,
 before anything of them is allocated.
 """

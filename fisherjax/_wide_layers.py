@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import linalg
-from fisherjax.fisher import kronecker
-from fisherjax.fisher.kronecker import Kronecker, sandwich
+from fisherjax.fisher import kfac_operator
+from fisherjax.fisher.kfac_operator import Kronecker, sandwich
 from fisherjax.fisher.operators import PRECISION, Blockwise
 from fisherjax.typing import Array
 
@@ -172,13 +172,13 @@ def preconditioner(factors: dict[str, Array], votes: Array, shift: Array) -> Wid
 
     def inverse_of_rest(side: str, other: str) -> Array:
         scaled = _scale_votes(votes, eigenvalues[side])
-        return kronecker.inverse(tree.weighted_sum(small[other], scaled), shift)
+        return kfac_operator.inverse(tree.weighted_sum(small[other], scaled), shift)
 
     both = _scale_votes(votes, eigenvalues["input"], eigenvalues["output"]).sum() + shift
     others = {"input": "output", "output": "input"}
     rest = {side: inverse_of_rest(side, others[side]) for side in others if bases[side] is not None}
     rest["both"] = 1 / jnp.where(both > 0, both, 1)
-    inverse = kronecker.inverse_factors(means, shift)
+    inverse = kfac_operator.inverse_factors(means, shift)
     return WideLayer(bases["input"], bases["output"], small, votes, shift, inverse, rest)
 
 

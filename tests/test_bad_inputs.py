@@ -21,7 +21,7 @@ import pytest
 
 import fisherjax as fj
 from fisherjax import Examples, algorithms, clients, fisher, merging, metrics, rounds, solvers
-from fisherjax._semidefinite import indefinite
+from fisherjax._semidefinite_uploads import indefinite
 from fisherjax.algorithms import Update
 from fisherjax.training import Trained, train, train_memory
 

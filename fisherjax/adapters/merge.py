@@ -15,7 +15,7 @@ from fisherjax.adapters._checks import check
 from fisherjax.adapters.base import Adapter, Factors
 from fisherjax.clients import shares
 from fisherjax.fisher import Kronecker
-from fisherjax.fisher.kronecker import diagonal_of, identity_like
+from fisherjax.fisher.kfac_operator import diagonal_of, identity_like
 from fisherjax.fisher.operators import Template, widen
 from fisherjax.solvers import Solver
 from fisherjax.typing import AnyArray, Array, Scalar, Weights

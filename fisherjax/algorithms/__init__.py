@@ -23,13 +23,13 @@ from fisherjax.algorithms.distillation.synthesis import FEDLPA_DISTILLATION, Dis
 from fisherjax.algorithms.exchanges.analytic_head import AnalyticHeadReport
 from fisherjax.algorithms.exchanges.ccvr import CCVRReport
 from fisherjax.algorithms.exchanges.natural_gradient import NaturalGradientReport
+from fisherjax.algorithms.fedadam import fedadam, fedyogi
 from fisherjax.algorithms.fedbn import is_normalization
 from fisherjax.algorithms.fedfisher import paper_adam
 from fisherjax.algorithms.otfusion import OTFusionReport
 from fisherjax.algorithms.pfnm import PFNMReport
 from fisherjax.algorithms.registry import *  # noqa: F403
 from fisherjax.algorithms.stages import Stages, in_stages
-from fisherjax.algorithms.wrappers.adaptive import fedadam, fedyogi
 from fisherjax.algorithms.wrappers.learning_rates import with_learning_rates
 from fisherjax.algorithms.wrappers.local_leaves import keep_local
 from fisherjax.algorithms.wrappers.server_optimizer import with_server_optimizer

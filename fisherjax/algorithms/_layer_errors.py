@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fisherjax import tree
-from fisherjax.fisher.kronecker import diagonal_of
+from fisherjax.fisher.kfac_operator import diagonal_of
 from fisherjax.fisher.operators import PRECISION
 from fisherjax.solvers.base import ratio
 from fisherjax.typing import Array

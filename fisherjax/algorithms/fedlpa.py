@@ -23,8 +23,8 @@ from fisherjax._layers.pairs import trace
 from fisherjax.algorithms._fisher_updates import fisher_summary
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Kronecker, _passes, empirical, kfac, zero
+from fisherjax.fisher.kfac_operator import diagonal_of, identity_like
 from fisherjax.fisher.kinds import Kind
-from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.solvers.base import Info, Solver, ratio
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Apply, Array, Examples, Key, Model, Params, Scalar

@@ -28,8 +28,8 @@ from fisherjax.algorithms._layer_errors import Squares, agreement, relative_erro
 from fisherjax.algorithms._layer_solves import about_mean, combined
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Kronecker, automatic, kfac
+from fisherjax.fisher.kfac_operator import diagonal_of, identity_like
 from fisherjax.fisher.kinds import Kind
-from fisherjax.fisher.kronecker import diagonal_of, identity_like
 from fisherjax.solvers import Info
 from fisherjax.solvers.base import Solver, ratio
 from fisherjax.typing import Array, Centre, Model, Params, Scalar

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from fisherjax._core import checks
-from fisherjax._divergence import diverged
+from fisherjax._finite_uploads import diverged
 from fisherjax._upload_checks import check_any_left, check_not_all_zero, check_weights
 from fisherjax.algorithms.base import Algorithm, averaging
 from fisherjax.clients import shares

@@ -7,8 +7,8 @@ output-gradient estimators: `true`, `sampled`, `curvature_propagation`, `empiric
 
 Where to find:
 
-* the default damping of K-FAC and the other operators: `default_damping` in fisher/kronecker.py and
-  fisher/operators.py;
+* the default damping of K-FAC and the other operators: `default_damping` in
+  fisher/kfac_operator.py and fisher/operators.py;
 * how many examples a pass over a data set uses (`max_examples`, `batch_size`, weights):
   fisher/_passes.py;
 * the padding mask of sequences (`Model.positions`): fisherjax/_sequences.py, and for the locations
@@ -21,6 +21,8 @@ from fisherjax.fisher._factors import Sharing, expand, reduce
 from fisherjax.fisher.diagonal import diagonal
 from fisherjax.fisher.full import full, vector_product
 from fisherjax.fisher.kfac import Fallback, kfac, zero
+from fisherjax.fisher.kfac_operator import Kronecker
+from fisherjax.fisher.kfac_sum_operator import KroneckerSum
 from fisherjax.fisher.kinds import (
     Kind,
     automatic,
@@ -30,8 +32,6 @@ from fisherjax.fisher.kinds import (
     sampled,
     true,
 )
-from fisherjax.fisher.kronecker import Kronecker
-from fisherjax.fisher.kronecker_sum import KroneckerSum
 from fisherjax.fisher.operators import Blockwise, Dense, Diagonal, Template
 
 Operator = Diagonal | Dense | Kronecker

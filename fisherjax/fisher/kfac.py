@@ -1,6 +1,6 @@
 """Compute the Kronecker-factored Fisher information (K-FAC).
 
-Its operator is in `fisher.kronecker`. When merging, the default damping of its layers is
+Its operator is in `fisher.kfac_operator`. When merging, the default damping of its layers is
 `Kronecker.default_damping`, 1 in units of a layer's mean eigenvalue.
 """
 
@@ -24,7 +24,7 @@ from fisherjax._layers.loops import trace
 from fisherjax.fisher import _passes, kinds
 from fisherjax.fisher._factors import Sharing, expand, layer_factors
 from fisherjax.fisher.diagonal import diagonal, leaf_sums
-from fisherjax.fisher.kronecker import Kronecker, diagonal_of
+from fisherjax.fisher.kfac_operator import Kronecker, diagonal_of
 from fisherjax.fisher.operators import Diagonal, Template
 from fisherjax.typing import Apply, Array, Examples, Key, Model, Params, Scalar
 

@@ -11,7 +11,7 @@ from flwr.app import Message
 
 from fisherjax import merging
 from fisherjax._core import checks
-from fisherjax._divergence import finite_leaves
+from fisherjax._finite_uploads import finite_leaves
 from fisherjax._upload_checks import check_not_all_zero
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.files._shown import shown

@@ -11,7 +11,7 @@ import numpy as np
 from flwr.app import Context, RecordDict
 
 from fisherjax import files, tree
-from fisherjax._divergence import finite_leaves
+from fisherjax._finite_uploads import finite_leaves
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import Federation
 from fisherjax.flower import _secure, _uploads, _wire

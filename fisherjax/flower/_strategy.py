@@ -31,7 +31,7 @@ from fisherjax.flower._state import (
     key_fields,
     parts_of,
 )
-from fisherjax.merging.exchanges import message_shapes, start_message
+from fisherjax.merging.run_exchanges import message_shapes, start_message
 from fisherjax.rounds._cohorts import draw_cohort
 from fisherjax.typing import Key, Params
 

@@ -2,15 +2,15 @@
 
 Where to find: `_server_half` has the steps of the server, `_running_statistics` the average of
 BatchNorm's statistics, `exchanges` the messages without training. Updates are refused in
-`_upload_checks` (kind, leaves, weights) and `_divergence` (values that are not finite).
+`_upload_checks` (kind, leaves, weights) and `_finite_uploads` (values that are not finite).
 """
 
-from fisherjax._divergence import Diverged, check_updates
+from fisherjax._finite_uploads import Diverged, check_updates
 from fisherjax.merging._running_statistics import SumsAndStatistics
 from fisherjax.merging._server_half import Merged, server_half
 from fisherjax.merging.client_half import summarize, summarize_cohort, summarize_memory
-from fisherjax.merging.exchanges import Message, exchange, exchange_memory, messages
 from fisherjax.merging.merges import merge
+from fisherjax.merging.run_exchanges import Message, exchange, exchange_memory, messages
 from fisherjax.merging.streams import merge_stream, merge_sums, sum_stream
 
 __all__ = [

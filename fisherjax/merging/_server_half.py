@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fisherjax import clients, leaves, tree
 from fisherjax._core import checks, secrecy
 from fisherjax._core.compiler import jit
-from fisherjax._divergence import Diverged, finite_leaves, probable_cause, screen
+from fisherjax._finite_uploads import Diverged, finite_leaves, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
 from fisherjax.algorithms.base import (
     Algorithm,

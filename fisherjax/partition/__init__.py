@@ -16,7 +16,7 @@ from fisherjax.partition.label_skew import (
     niid_bench,
 )
 from fisherjax.partition.matched_test_sets import in_proportion, pathological
-from fisherjax.partition.two_level import pachinko
+from fisherjax.partition.pachinko import pachinko
 
 __all__ = [
     "central",

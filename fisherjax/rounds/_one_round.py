@@ -18,7 +18,7 @@ import optax
 
 from fisherjax import clients, leaves, merging, training, tree
 from fisherjax._core.compiler import jit
-from fisherjax._divergence import Diverged
+from fisherjax._finite_uploads import Diverged
 from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, Update
 from fisherjax.clients import Federation

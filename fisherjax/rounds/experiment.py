@@ -17,7 +17,7 @@ import optax
 from fisherjax import clients, compression, devices, leaves, parallel, training, tree
 from fisherjax._core import batches, checks, output_checks, secrecy
 from fisherjax._core.compiler import eval_shape
-from fisherjax._divergence import finite_leaves
+from fisherjax._finite_uploads import finite_leaves
 from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation

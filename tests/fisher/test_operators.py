@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fisherjax import tree
 from fisherjax._layers.layer import Layer
-from fisherjax.fisher import Dense, Diagonal, Kronecker, KroneckerSum, kronecker
+from fisherjax.fisher import Dense, Diagonal, Kronecker, KroneckerSum, kfac_operator
 from fisherjax.fisher.operators import Template, ravel
 
 SHAPES = {"conv": {"bias": (2,), "kernel": (2, 1, 3, 2)}, "dense": (4, 3), "rest": [(), (2, 2)]}
@@ -252,6 +252,6 @@ def test_where_a_factor_is_not_definite_the_identity_stands_in_wherever_that_sho
         # At -1 the shifted matrix is singular to the last bit: a pivot of zero, not below it.
         base = matrix if fault < -1 else jnp.zeros((5, 5))
         broken = base.at[place, place].set(fault)
-        chex.assert_trees_all_equal(kronecker.inverse(broken, jnp.asarray(1.0)), identity)
-    sound = kronecker.inverse(matrix, jnp.asarray(1.0))
+        chex.assert_trees_all_equal(kfac_operator.inverse(broken, jnp.asarray(1.0)), identity)
+    sound = kfac_operator.inverse(matrix, jnp.asarray(1.0))
     np.testing.assert_allclose(sound @ (matrix + identity), identity, atol=1e-5)

@@ -1,4 +1,4 @@
 """Exchanges without training: clients evaluate the merged model and return sums.
 
-This folder has the methods; `merging.exchanges` runs them.
+This folder has the methods; `merging.run_exchanges` runs them.
 """

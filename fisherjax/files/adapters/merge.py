@@ -8,7 +8,7 @@ import numpy as np
 
 from fisherjax import adapters as products
 from fisherjax._core import checks
-from fisherjax._semidefinite import indefinite
+from fisherjax._semidefinite_uploads import indefinite
 from fisherjax.clients import shares
 from fisherjax.files._limits import LIMITS, Limits
 from fisherjax.files._shown import shown_errors

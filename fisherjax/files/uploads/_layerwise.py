@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fisherjax import merging
-from fisherjax._semidefinite import indefinite
+from fisherjax._semidefinite_uploads import indefinite
 from fisherjax.algorithms.base import Algorithm, Update
 from fisherjax.clients import shares
 from fisherjax.files._shown import shown

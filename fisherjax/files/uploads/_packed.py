@@ -12,7 +12,7 @@ import numpy as np
 
 from fisherjax import compression, tree
 from fisherjax._core.compiler import jit
-from fisherjax._divergence import diverged, screen
+from fisherjax._finite_uploads import diverged, screen
 from fisherjax.compression import Difference
 from fisherjax.files._limits import LIMITS, ArrayKind, Limits
 from fisherjax.files._paths import scratch

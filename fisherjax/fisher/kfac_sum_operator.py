@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from fisherjax.fisher.kronecker import Kronecker
+from fisherjax.fisher.kfac_operator import Kronecker
 from fisherjax.fisher.operators import Blockwise
 from fisherjax.typing import Array, Params
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
-from fisherjax._semidefinite import nearest_semidefinite
+from fisherjax._semidefinite_uploads import nearest_semidefinite
 from fisherjax._upload_checks import check_any_left
 from fisherjax.clients import shares
 from fisherjax.devices import mesh_of
