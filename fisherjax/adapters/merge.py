@@ -27,7 +27,7 @@ def merge(
     factors: Sequence[Mapping[str, Factors]] | None = None,
     *,
     rank: int | Mapping[str, int] | None = None,
-    damping: Scalar = 1.0,
+    damping: Scalar = Kronecker.default_damping,
     in_span: bool = False,
     solver: Solver | None = None,
 ) -> dict[str, Adapter]:

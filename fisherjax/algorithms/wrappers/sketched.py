@@ -80,7 +80,7 @@ def fedfisher_sketched(
     seed: int = 0,
     fisher: Callable[..., Kronecker] = kfac,
     kind: Kind = automatic,
-    damping: Scalar = 1.0,
+    damping: Scalar = Kronecker.default_damping,
     centre: Centre = "mean",
     solver: Solver | None = None,
     batch_size: int = 64,

@@ -43,7 +43,7 @@ def merge_adapters(
     weights: Any = None,
     factors: Sequence[Mapping[str, products.Factors] | str | os.PathLike] | None = None,
     rank: int | None = None,
-    damping: float = 1.0,
+    damping: float = Kronecker.default_damping,
     in_span: bool = False,
     limits: Limits = LIMITS,
 ) -> AdapterMerge:
