@@ -1,16 +1,18 @@
 """Send messages and receive replies one by one, over Flower or within this process."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import httpx
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import UnexpectedObjectContentError
 from google.protobuf.message import DecodeError
 
-_POLL = 0.5  # seconds between two looks for replies
+_POLL = 0.5  # least seconds between two looks for replies
+_MOST = 10  # questions a second: each is a write in the superlink's database
 
 
 _UNREADABLE = (
@@ -51,14 +53,29 @@ def replies(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator
         if time.monotonic() >= end:
             break
         if waiting and not found:
-            time.sleep(min(_POLL, max(0.0, end - time.monotonic())))
+            pause = max(_POLL, len(waiting) / _MOST)
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
     for node in (*missing, *waiting.values()):
         yield Reply(node, None)
 
 
+def unless_busy(ask: Callable[..., Iterable[Any]], *given: Any) -> Iterable[Any]:
+    """Return what a superlink answers, or nothing if it cannot answer now.
+
+    Its database is locked while many nodes write; Flower then answers with status 500, for which it
+    does not ask again itself.
+    """
+    try:
+        return ask(*given)
+    except httpx.HTTPStatusError as error:
+        if error.response.is_server_error:
+            return ()
+        raise
+
+
 def _pulled(grid: Grid, name: str) -> Iterable[Message | Exception]:
     try:
-        return grid.pull_messages([name])
+        return unless_busy(grid.pull_messages, [name])
     # One client's garbage is no reason to lose the others' replies.
     except _UNREADABLE as error:
         return [error]

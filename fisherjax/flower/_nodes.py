@@ -8,7 +8,7 @@ from flwr.serverapp import Grid
 
 from fisherjax.files._shown import shown
 from fisherjax.flower import _received, _wire
-from fisherjax.flower._grid import replies
+from fisherjax.flower._grid import replies, unless_busy
 from fisherjax.flower._state import Setup
 
 _POLL = 0.5  # seconds between two looks for clients
@@ -26,7 +26,7 @@ class Nodes:
         """Return the client of each connected node. New nodes are asked which client they are."""
         setup, terms, started = self._setup, self._setup.terms, time.monotonic()
         wanted = terms.min_replies if self._places else setup.num_clients
-        while len(nodes := list(grid.get_node_ids())) < wanted:
+        while len(nodes := list(unless_busy(grid.get_node_ids))) < wanted:
             if time.monotonic() - started >= terms.connect:
                 break
             time.sleep(_POLL)

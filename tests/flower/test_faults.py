@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -255,6 +256,47 @@ def test_what_load_returns_is_checked(flower, world, name):
         pytest.raises(RuntimeError, match="No round of 1 succeeded"),
     ):
         server.run(flower.InProcess(client, 1))
+
+
+@pytest.fixture(scope="module")
+def refusing(flower):
+    """Return a grid whose superlink answers every second question with a status."""
+    import httpx
+
+    def make(status):
+        def refuse():
+            answer = httpx.Response(status, request=httpx.Request("POST", "http://superlink"))
+            answer.raise_for_status()
+
+        class Refusing(flower.InProcess):
+            asked = 0
+
+            def _sometimes(self, ask, *given):
+                self.asked += 1
+                if self.asked % 2:
+                    refuse()
+                return ask(*given)
+
+            def get_node_ids(self):
+                return self._sometimes(super().get_node_ids)
+
+            def pull_messages(self, message_ids):
+                return self._sometimes(super().pull_messages, message_ids)
+
+        return Refusing
+
+    return make
+
+
+def test_a_superlink_that_is_busy_is_asked_again(world, over_flower, refusing):
+    found = over_flower(world, AVERAGE, grid=refusing(500)).state
+    assert found.accepted.tolist() == [0] * CLIENTS
+    chex.assert_trees_all_equal(found.params, over_flower(world, AVERAGE).state.params)
+
+
+def test_what_a_superlink_forbids_ends_the_run(world, over_flower, refusing):
+    with pytest.raises(Exception, match="403 Forbidden"):
+        over_flower(world, AVERAGE, grid=refusing(403))
 
 
 def test_bad_input_is_refused_where_it_is_given(flower, world: World):
