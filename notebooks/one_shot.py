@@ -368,7 +368,7 @@ for panel in panels:
 # times the mean eigenvalue of that layer's $\sum_i p_i F_i$. Being relative, one $\delta$ serves
 # every layer and network: the default is 1 for K-FAC and 0 for the diagonal, on every data set. It
 # was chosen by looking at the test accuracy of a few settings, of digits among them
-# ([which](../docs/results/accuracy.md#what-was-chosen-and-on-what)).
+# ([which](../docs/results/constants.md)).
 #
 # The server's half is `quadratic`, the problem, and `solvers`, its solution. Both are pure, so one
 # `vmap` solves for all $\delta$ at once. The third curve replaces $G_i$ by the identity, as
