@@ -1,8 +1,8 @@
 """Tabulate our results beside Table 2 of the FedFisher paper, and draw its Figure 3.
 
 The paper's numbers, from Jhunjhunwala, Wang, Joshi, "FedFisher: Leveraging Fisher Information for
-One-Shot Federated Learning", AISTATS 2024, are in fedfisher_paper.csv: means and deviations of 5
-seeds in percent, 5 clients, 30 epochs, uploads compressed to the size of FedAvg's.
+One-Shot Federated Learning", AISTATS 2024, are those of `papers`: means and deviations of 5 seeds
+in percent, 5 clients, 30 epochs, uploads compressed to the size of FedAvg's.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from experiments.harness import commands, config, figures, grid_runs, grids, pap
 from experiments.harness.papers import Published
 from experiments.harness.tables import Table, csv_text, gathered, moments
 
-_PAPER, _CLIENTS = Path(__file__).with_name("fedfisher_paper.csv"), 5
 _ORDER = (
     *("fedavg", "otfusion", "pfnm", "regmean", "dense", "fisher_merge", "fedfisher_diag"),
     *("fedfisher_kfac", "fedfisher_sequential"),
@@ -105,9 +104,12 @@ def columns(grid: Grid) -> dict[str, list[str]]:
 
 def published() -> dict[tuple[Cell, str], Published]:
     """Read the paper's numbers by cell and algorithm."""
-    return papers.published(
-        _PAPER, lambda dataset, alpha, name: (Cell(dataset, _CLIENTS, float(alpha)), name)
-    )
+    return papers.published("fedfisher", ("Table 2",), _cell)
+
+
+def _cell(one: papers.Number) -> tuple[Cell, str]:
+    how = one.setting
+    return Cell(one.dataset, int(how["clients"]), float(how["alpha"])), one.algorithm
 
 
 def measured(rows: Iterable[records.Row]) -> dict[str, Measured]:

@@ -1,11 +1,39 @@
-"""Set our accuracies beside those of a paper, which stand in a CSV file of its study."""
+"""Read the numbers that papers print, and set our accuracies beside them.
+
+The folder paper_cells has a CSV file for each paper, a row for each number: the table, the data
+set, settings `name=value` joined by semicolons, the algorithm, the metric, the value, what stands
+behind its ±, and the unit. Values are as printed, digit for digit:
+
+* fedfisher: Jhunjhunwala, Wang, Joshi, AISTATS 2024. Means and deviations of 5 seeds.
+* fedlpa: Liu et al., the anonymous submission of their NeurIPS 2024 paper. Means of 3 seeds; the
+  paper does not define its spreads.
+* fedfish: Dhawan et al., "Leveraging Function Space Aggregation", TMLR 2024.
+* weighted: Huang et al., "through Feature Learning Theory", ICLR 2024. Means of 5 trials.
+"""
 
 import csv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.harness.tables import spread
+
+_CELLS = Path(__file__).with_name("paper_cells")
+NAMES = ("fedfisher", "fedlpa", "fedfish", "weighted")
+"""The papers, by the names of their files."""
+
+
+class Number(NamedTuple):
+    """One number of a paper, as printed."""
+
+    table: str
+    dataset: str
+    setting: Mapping[str, str]
+    algorithm: str
+    metric: str
+    value: str
+    spread: str  # empty if the paper gives none
+    unit: str
 
 
 class Published(NamedTuple):
@@ -15,11 +43,31 @@ class Published(NamedTuple):
     spread: float
 
 
-def published(path: Path, key: Callable[..., Any]) -> dict[Any, Published]:
-    """Read a paper's numbers, the last two columns, by a function of the other columns."""
-    with open(path, newline="") as file:
+def numbers(paper: str) -> list[Number]:
+    """Read every number of a paper, in the order of its tables.
+
+    Example:
+        >>> first, *_ = numbers("fedfisher")
+        >>> first.table, first.setting["epochs"], first.value, first.unit
+        ('Table 1', '30', '14.5', 'seconds')
+    """
+    with open(_CELLS / f"{paper}.csv", newline="") as file:
         _, *lines = csv.reader(file)
-    return {key(*cells): Published(float(mean), float(std)) for *cells, mean, std in lines}
+    return [
+        Number(table, dataset, dict(x.split("=") for x in setting.split(";") if x), *others)
+        for table, dataset, setting, *others in lines
+    ]
+
+
+def published(
+    paper: str, tables: Collection[str], key: Callable[[Number], Any]
+) -> dict[Any, Published]:
+    """Return the accuracies of some tables of a paper, by a function of their cells."""
+    return {
+        key(one): Published(float(one.value), float(one.spread))
+        for one in numbers(paper)
+        if one.table in tables
+    }
 
 
 def in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """Tabulate our results beside the one-shot table of the FedLPA paper.
 
 The paper's numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning
-with Layer-Wise Posterior Aggregation", NeurIPS 2024, are in fedlpa_paper.csv: six methods after 200
+with Layer-Wise Posterior Aggregation", NeurIPS 2024, are those of `papers`: six methods after 200
 epochs (Table 1) and after 10, 20, 50 and 100 (Tables 5 to 8), and FedOV with two classes of MNIST
 a client (Table 11). Each is a mean of 3 seeds in percent with a spread after its ±, which the paper
 does not define. For FedLPA and DENSE the paper takes the best of several candidates on the test
@@ -10,7 +10,6 @@ data.
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from experiments.harness import figures, grid_runs, grids, methods, papers, records
@@ -18,7 +17,7 @@ from experiments.harness.names import is_exchanged
 from experiments.harness.papers import Published
 from experiments.harness.tables import Table, csv_text, moments
 
-_PAPER = Path(__file__).with_name("fedlpa_paper.csv")
+_TABLES = ("Table 1", "Table 5", "Table 6", "Table 7", "Table 8", "Table 11")
 _ORDER = (
     *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
     *("fedov", "fedfisher_kfac"),
@@ -42,12 +41,17 @@ Results = dict[grids.Cell, Measured]
 
 def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
     """Read the paper's numbers after a number of epochs; it has 10, 20, 50, 100 and 200."""
-    every = papers.published(_PAPER, lambda *cells: cells)
     return {
-        (grids.Cell(*cell), algorithm): found
-        for (*cell, after, algorithm), found in every.items()
-        if int(after) == epochs
+        (cell, algorithm): found
+        for (after, cell, algorithm), found in papers.published("fedlpa", _TABLES, _cell).items()
+        if after == epochs
     }
+
+
+def _cell(one: papers.Number) -> tuple[int, grids.Cell, str]:
+    how = one.setting
+    number = how.get("beta") or how["classes"]
+    return int(how["epochs"]), grids.Cell(one.dataset, how["partition"], number), one.algorithm
 
 
 def measured(rows: Sequence[records.Row], last: Mapping[str, int] | None = None) -> Measured:

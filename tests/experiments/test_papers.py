@@ -8,19 +8,47 @@ from pathlib import Path
 import pytest
 
 from experiments.fedfisher_table import table as fedfisher
+from experiments.harness import papers
 from experiments.harness.figures import label
 from experiments.harness.grids import Cell
+from experiments.harness.papers import numbers
+from experiments.harness.tables import gathered
 from experiments.niid_table import table as niid
 
 ROOT = Path(__file__).parents[2]
 STUDIES, RESULTS = ROOT / "experiments", ROOT / "experiments/results"
 EXTRACTS = ROOT.parent / "shared/papers"
-TABLES = {  # of FedLPA: after how many epochs; rows, sum of the accuracies, sum of the spreads
-    "Table 1": (200, 216, "7121.09", "65.00"),
-    "Table 5": (10, 216, "6137.05", "55.85"),
-    "Table 6": (20, 216, "6629.34", "53.16"),
-    "Table 7": (50, 216, "6879.84", "67.87"),
-    "Table 8": (100, 216, "7105.02", "55.25"),
+SUMS = {  # rows, sum of the values, sum of the spreads
+    ("fedfisher", "Table 1"): (10, "163.4", "0"),
+    ("fedfisher", "Table 2"): (96, "4457.48", "224.42"),
+    ("fedfisher", "Table 3"): (28, "1508.56", "43.84"),
+    ("fedfisher", "Table 4"): (4, "190.32", "15.24"),
+    ("fedfisher", "Table 5"): (8, "452.75", "18.44"),
+    ("fedfisher", "Table 6"): (3, "93.0", "6.9"),
+    ("fedfish", "Table 1"): (21, "3885352700", "0"),
+    ("fedfish", "Table 2"): (32, "16348.026", "0"),
+    ("fedfish", "Table 3"): (40, "2556.23", "0"),
+    ("fedfish", "Table 4"): (88, "1442.987", "0"),
+    ("fedfish", "Table 5"): (72, "1085.83", "0"),
+    ("fedfish", "Table 6"): (16, "298.61", "0"),
+    ("fedlpa", "Table 1"): (216, "7121.09", "65.00"),
+    ("fedlpa", "Table 2"): (108, "4109.91", "28.48"),
+    ("fedlpa", "Table 3"): (27, "1386.98", "5.73"),
+    ("fedlpa", "Table 4"): (12, "707.59", "0"),
+    ("fedlpa", "Table 5"): (216, "6137.05", "55.85"),
+    ("fedlpa", "Table 6"): (216, "6629.34", "53.16"),
+    ("fedlpa", "Table 7"): (216, "6879.84", "67.87"),
+    ("fedlpa", "Table 8"): (216, "7105.02", "55.25"),
+    ("fedlpa", "Table 9"): (36, "1790.43", "10.39"),
+    ("fedlpa", "Table 10"): (120, "1514.71", "7.07"),
+    ("fedlpa", "Table 11"): (10, "653.90", "3.72"),
+    ("fedlpa", "Table 12"): (7, "840", "0"),
+    ("fedlpa", "Figure 4"): (45, "60000", "0"),
+    ("fedlpa", "Appendix G.8"): (15, "8326050.991", "0"),
+    ("fedlpa", "Appendix G.10"): (7, "173", "0"),
+    ("weighted", "Table 1"): (24, "867.09", "45.93"),
+    ("weighted", "Table 2"): (36, "3035.28", "12.03"),
+    ("weighted", "Table 3"): (15, "931.54", "0"),
 }
 
 
@@ -58,36 +86,26 @@ def cells_of(page: str) -> list[tuple[str, str, str | None]]:
 # All are there
 
 
-@pytest.mark.parametrize("name", TABLES)
-def test_the_sums_of_fedlpas_tables_are_exact(name):
-    epochs, *sums = TABLES[name]
-    rows = [
-        row
-        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
-        if (row["epochs"], row["algorithm"] != "fedov") == (str(epochs), True)
-    ]
-    assert exact(rows, "accuracy", "spread") == wanted(*sums)
+def by_table() -> dict[tuple[str, str], list[papers.Number]]:
+    return gathered(((name, one.table), one) for name in papers.NAMES for one in numbers(name))
 
 
-def test_the_sums_of_fedlpas_table_with_fedov_are_exact():
-    """Its Table 11 has FedOV and FedLPA after 10 to 200 epochs; FedLPA's repeat the others."""
-    own = ("mnist", "classes_per_client", "2")
-    rows = [
-        row
-        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
-        if tuple(row.values())[:3] == own and row["algorithm"] in ("fedlpa", "fedov")
-    ]
-    assert exact(rows, "accuracy", "spread") == wanted(10, "653.90", "3.72")
+def test_the_sums_of_the_papers_tables_are_exact():
+    found = {
+        place: (
+            len(own),
+            sum(Decimal(one.value) for one in own),
+            sum(Decimal(one.spread or 0) for one in own),
+        )
+        for place, own in by_table().items()
+    }
+    assert found == {place: wanted(*sums) for place, sums in SUMS.items()}
 
 
-def test_no_cell_of_fedlpa_is_there_twice():
-    rows = [tuple(row.values())[:5] for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")]
-    assert len(set(rows)) == len(rows) == 5 * 216 + 5
-
-
-def test_the_sums_of_fedfishers_table_are_exact():
-    rows = lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
-    assert exact(rows, "accuracy", "deviation") == wanted(96, "4457.48", "224.42")
+def test_no_cell_is_there_twice():
+    for place, own in by_table().items():
+        cells = [(x.dataset, tuple(x.setting.items()), x.algorithm, x.metric) for x in own]
+        assert len(set(cells)) == len(cells), place
 
 
 def test_the_sums_of_fedfishers_tables_of_compression_are_exact():
@@ -106,37 +124,15 @@ def test_the_sums_of_fedfishers_tables_of_compression_are_exact():
 # They agree with what was taken from the papers apart from this
 
 
-def extracted(name: str, tables: tuple[str, ...]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Return the rows of some tables and the settings of each."""
+@pytest.mark.parametrize(
+    ("name", "extract"),
+    [*zip(papers.NAMES, ("fedfisher", "fedlpa", "fedfish", "weighted_fedavg"), strict=True)],
+)
+def test_the_numbers_agree_byte_for_byte(name, extract):
     if not EXTRACTS.exists():
         pytest.skip(f"needs the numbers of the papers in {EXTRACTS}")
-    rows = [row for row in lines(EXTRACTS / name) if row["table"] in tables]
-    return [(row, dict(one.split("=") for one in row["setting"].split(";"))) for row in rows]
-
-
-def test_fedlpas_numbers_agree_row_by_row():
-    expected = {}
-    for row, how in extracted("fedlpa.csv", (*TABLES, "Table 11")):
-        number = how.get("beta") or how["classes"]
-        cell = row["dataset"], how["partition"], number, how["epochs"], row["algorithm"]
-        expected[cell] = row["value"], row["spread"]
-    found = {
-        tuple(row.values())[:5]: (row["accuracy"], row["spread"])
-        for row in lines(STUDIES / "niid_table/fedlpa_paper.csv")
-    }
-    assert found == expected
-
-
-def test_fedfishers_numbers_agree_row_by_row():
-    expected = {
-        (row["dataset"], how["alpha"], row["algorithm"]): (row["value"], row["spread"])
-        for row, how in extracted("fedfisher.csv", ("Table 2",))
-    }
-    found = {
-        (row["dataset"], row["alpha"], row["algorithm"]): (row["accuracy"], row["deviation"])
-        for row in lines(STUDIES / "fedfisher_table/fedfisher_paper.csv")
-    }
-    assert found == expected
+    kept = STUDIES / f"harness/paper_cells/{name}.csv"
+    assert kept.read_bytes() == (EXTRACTS / f"{extract}.csv").read_bytes()
 
 
 # What quotes them
