@@ -147,7 +147,8 @@ def summarize_cohort(
     division = divide(federation.sizes, *layout)
     found = _summarize(algorithm, layout, trained, local, federation, key, division)
     values, kept = in_order(found, layout.mesh)
-    statistics = tree.by_name(trained.statistics)
+    # A method may compute statistics of its own, in place of those that training left.
+    statistics = tree.by_name(trained.statistics) | values.pop("statistics", {})
     kept_names = set(algorithm.link.keeps(trained.statistics)) if statistics else set()
     statistics = {name: x for name, x in statistics.items() if name not in kept_names}
     if statistics and algorithm.link.draws:
@@ -156,7 +157,8 @@ def summarize_cohort(
             "would be sent in the clear; expected a network without running statistics, or a "
             "method such as algorithms.fedbn, under which clients keep theirs."
         )
-    frozen = (*tree.names(trained.frozen), *sorted(kept_names))
+    others = [name for name in tree.names(trained.frozen) if name not in statistics]
+    frozen = (*others, *sorted(kept_names))
     return Update(values, algorithm.kind, statistics, frozen), kept
 
 
