@@ -205,6 +205,44 @@ def test_a_second_call_compiles_nothing(federation, models, key, compilations):
     assert count() == 0
 
 
+FLAT = fj.Model(lambda w, x: x.reshape(len(x), -1) / 36 @ w["w"], fj.likelihoods.categorical)
+ALIKE = {
+    "kfac": [
+        algorithms.fedfisher(FLAT),
+        algorithms.fedfisher(FLAT, damping=0.1, centre="start"),
+        algorithms.fedfisher_sequential(FLAT),
+        algorithms.fedfisher_sketched(FLAT, terms=2),
+    ],
+    "diagonal": [
+        algorithms.fisher_merge(FLAT),
+        algorithms.fedfisher(FLAT, fisher=fj.fisher.diagonal, damping=3.0),
+    ],
+    "empirical": [
+        algorithms.fedlpa(FLAT),
+        algorithms.fedlpa(FLAT, damping=0.5, solver=algorithms.expectation_approximation()),
+    ],
+    "grams": [algorithms.regmean(FLAT), algorithms.regmean(FLAT, shrink=0.5, centre="sum")],
+    "squares": [algorithms.fedfish(FLAT), algorithms.fedfish(FLAT, damping=1.0)],
+    "params": [algorithms.fedavg(), algorithms.fedprox(), algorithms.task_arithmetic(scaling=0.3)],
+    "changes": [algorithms.ties(), algorithms.ties(scaling=0.5)],
+}
+"""Methods that differ in the server's half only."""
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_methods_that_send_the_same_share_a_program(federation, key, compilations, name):
+    models = [{"w": jnp.full((4, 3), client / 10)} for client in range(len(ROWS))]
+    trained = training.Trained(tree.stack(models), models[0])
+    first, *others = ALIKE[name]
+    sent = merging.summarize(first, trained, federation, key=key)
+    with compilations() as count:
+        found = [merging.summarize(own, trained, federation, key=key) for own in others]
+    assert count() == 0
+    for own, update in zip(others, found, strict=True):
+        chex.assert_trees_all_equal(update, sent)
+        assert (update.kind, own.kind) == (sent.kind, first.kind)
+
+
 # What is refused.
 
 

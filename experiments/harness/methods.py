@@ -38,8 +38,8 @@ class Method(NamedTuple):
 
     @property
     def sent(self) -> Any:
-        """The kind of the updates, or the algorithm if its kind has no name."""
-        return self.clients if self.clients.kind == "unnamed" else self.clients.kind
+        """How updates are computed, with all options that this depends on, and their kind."""
+        return self.clients.summarize, self.clients.kind
 
 
 class Images(NamedTuple):

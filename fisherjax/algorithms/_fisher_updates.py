@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from fisherjax import quadratic, tree
 from fisherjax._core import checks
-from fisherjax._core.caching import name_of
+from fisherjax._core.caching import by_value, name_of
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._layer_solves import solve_about_mean
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
@@ -26,7 +26,10 @@ def fisher_summary(
     batch_size: int,
     max_examples: int | None = FISHER_EXAMPLES,
 ) -> tuple[Callable, str]:
-    """Make `summarize` of {"params": W_i, "fisher": F_i}, and its kind; see `fedfisher`."""
+    """Make `summarize` of {"params": W_i, "fisher": F_i}, and its kind; see `fedfisher`.
+
+    For equal arguments it is equal, so that methods that merge the same updates share them.
+    """
     # Checked here, before any client trains, rather than in the first Fisher pass after training.
     checks.model(model)
     checks.function("fisher", fisher, "fisher.kfac")
@@ -36,17 +39,25 @@ def fisher_summary(
     how: dict[str, Any] = {"kind": kind, "batch_size": batch_size}
     if max_examples is not None:
         how["max_examples"] = checks.count("max_examples", max_examples)
-
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        params = trained.params
-        # At the client's own model, around which the server's quadratic expands its loss.
-        computed = fisher(model, trained.whole, examples, key=key, **how)
-        return {"params": params, "fisher": computed}, local
-
     # The automatic kind estimates the true Fisher, exactly or by random draws: updates of both can
     # be merged.
     kind_name = name_of(true if kind is automatic else kind)
+    summarize = by_value(partial(_summarize, model, fisher, **how))
     return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
+
+
+def _summarize(
+    model: Model,
+    fisher: Callable[..., Operator],
+    key: Key,
+    trained: Trained,
+    examples: Examples,
+    local: Any,
+    **how: Any,
+) -> tuple[dict[str, Any], Any]:
+    # At the client's own model, around which the server's quadratic expands its loss.
+    computed = fisher(model, trained.whole, examples, key=key, **how)
+    return {"params": trained.params, "fisher": computed}, local
 
 
 def link_of(centre: Centre) -> Link:

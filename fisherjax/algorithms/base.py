@@ -283,10 +283,6 @@ def weighted_sum(values: Any, weights: Array) -> WeightedSum:
 def averaging(**changes: Any) -> Algorithm[tuple[()]]:
     """Make federated averaging, W = sum_i p_i W_i, with some fields of `Algorithm` replaced."""
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        del key, examples
-        return {"params": trained.params}, local
-
     def reduce(updates: dict[str, Any], weights: Array) -> WeightedSum:
         # Sums over groups of clients can be added; their means cannot.
         return weighted_sum(updates["params"], weights)
@@ -297,4 +293,8 @@ def averaging(**changes: Any) -> Algorithm[tuple[()]]:
         del key, params, cohort
         return sums.mean(), state, ()
 
-    return Algorithm(summarize, aggregate, reduce, kind="params")._replace(**changes)
+    return Algorithm(_only_params, aggregate, reduce, kind="params")._replace(**changes)
+
+
+def _only_params(_: Key, trained: Trained, __: Examples, local: Any) -> tuple[dict[str, Any], Any]:
+    return {"params": trained.params}, local

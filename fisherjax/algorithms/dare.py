@@ -4,13 +4,14 @@ Yu, Yu, Yu, Huang, Li, Language models are super Mario: absorbing abilities from
 as a free lunch, ICML 2024, section 3.2.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fisherjax._core import checks
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax.algorithms._changes import adding_changes, change_of
 from fisherjax.algorithms.base import Algorithm
 from fisherjax.training import Trained
@@ -54,18 +55,22 @@ def dare(*, drop: float = 0.9, scaling: Scalar | None = None) -> Algorithm[tuple
     if scaling is not None:
         checks.number("scaling", scaling)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        del examples
-        change = change_of(trained, "DARE drops entries of the changes of clients")
-        leaves, structure = jax.tree.flatten(change)
-        keys = jax.random.split(key, len(leaves))
-        sent = [_dropped(drop, *pair) for pair in zip(keys, leaves, strict=True)]
-        return {"change": jax.tree.unflatten(structure, sent)}, local
-
     def merged(mean: Array, count: Array) -> Array:
         return mean if scaling is None else scaling * count * mean
 
+    summarize = by_value(partial(_summarize, drop))
     return adding_changes(merged, "change", summarize=summarize, kind="changes, most dropped")
+
+
+def _summarize(
+    drop: float, key: Key, trained: Trained, examples: Examples, local: Any
+) -> tuple[dict[str, Any], Any]:
+    del examples
+    change = change_of(trained, "DARE drops entries of the changes of clients")
+    leaves, structure = jax.tree.flatten(change)
+    keys = jax.random.split(key, len(leaves))
+    sent = [_dropped(drop, *pair) for pair in zip(keys, leaves, strict=True)]
+    return {"change": jax.tree.unflatten(structure, sent)}, local
 
 
 def _dropped(drop: float, key: Key, change: Array) -> Array:

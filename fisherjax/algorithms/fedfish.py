@@ -5,6 +5,7 @@ learning at scale, TMLR 2024, algorithm 1.
 """
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -93,6 +94,20 @@ def fedfish(
                 "the last epoch are those of training's own gradients. Pass last_epoch=False."
             )
 
+    aggregate = solve_sums(solvers.closed_form(floor), damping)
+    optimizer = _squaring if last_epoch else unchanged
+    what = "squared batch gradients" if kind is None else f"{name_of(kind)} diagonal Fisher sums"
+    sent = f"params, {what}{' (mean)' if average else ''}"
+    summarize = _summary(model, batch_size, last_epoch, average, kind)
+    return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=sent, model=model)
+
+
+@cached
+def _summary(
+    model: Model, batch_size: int, last_epoch: bool, average: bool, kind: Kind | None
+) -> Callable[..., tuple[dict[str, Any], Any]]:
+    """Make `summarize`, which methods that differ in the server's options share."""
+
     def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
         outputs = apply(params, inputs)
         likelihood = _sequences.likelihood(model, inputs, outputs.shape)
@@ -130,11 +145,7 @@ def fedfish(
             total = _scaled(total, 1 / steps) if average else total
         return {"params": trained.params, "fisher": Diagonal(total)}, local
 
-    aggregate = solve_sums(solvers.closed_form(floor), damping)
-    optimizer = _squaring if last_epoch else unchanged
-    what = "squared batch gradients" if kind is None else f"{name_of(kind)} diagonal Fisher sums"
-    sent = f"params, {what}{' (mean)' if average else ''}"
-    return Algorithm(summarize, aggregate, fisher_sums, optimizer=optimizer, kind=sent, model=model)
+    return summarize
 
 
 # The same wrapper for the same optimiser, so that `jit` does not compile training again. The cache

@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 
 from fisherjax import _sequences, leaves, quadratic, solvers, tree
 from fisherjax._core import checks, linalg
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
@@ -96,21 +96,11 @@ def fedlpa(
     solve = solvers.conjugate_gradients() if solver is None else solver
     checks.function("solver", solve, "solvers.conjugate_gradients()")
     fisher = partial(kfac, fallback=fallback)
-    summary, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
-
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        update, local = summary(key, trained, examples, local)
-        # Damping is added to each factor, so that the solution depends on the split although the
-        # product of the factors does not.
-        if authors_split:
-            apply, opened = leaves.bind_untrained(model, trained.whole)
-            if model.positions is None:
-                counts = _location_counts(apply, opened, examples.inputs)
-            else:
-                plain = model._replace(apply_train=None)
-                counts = _mean_location_counts(plain, batch_size, trained.whole, examples)
-            update["fisher"] = _authors_split(update["fisher"], counts)
-        return update, local
+    summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
+    # Damping is added to each factor, so that the solution depends on the split although the
+    # product of the factors does not.
+    if authors_split:
+        summarize = by_value(partial(_summarize, model, summarize, batch_size))
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
@@ -127,6 +117,26 @@ def fedlpa(
 
     sent += ", scales as FedLPA's authors" if authors_split else ""
     return Algorithm(summarize, aggregate, kind=sent, model=model)
+
+
+def _summarize(
+    model: Model,
+    summary: Callable[..., tuple[dict[str, Any], Any]],
+    batch_size: int,
+    key: Key,
+    trained: Trained,
+    examples: Examples,
+    local: Any,
+) -> tuple[dict[str, Any], Any]:
+    update, local = summary(key, trained, examples, local)
+    apply, opened = leaves.bind_untrained(model, trained.whole)
+    if model.positions is None:
+        counts = _location_counts(apply, opened, examples.inputs)
+    else:
+        plain = model._replace(apply_train=None)
+        counts = _mean_location_counts(plain, batch_size, trained.whole, examples)
+    update["fisher"] = _authors_split(update["fisher"], counts)
+    return update, local
 
 
 def _location_counts(apply: Apply, params: Params, inputs: AnyArray) -> dict[str, int]:

@@ -13,7 +13,7 @@ from optax import assignment
 
 from fisherjax import leaves, tree
 from fisherjax._core import checks
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.graph import Wiring, wiring
 from fisherjax._layers.layer import assemble, matrix
@@ -116,12 +116,6 @@ def otfusion(
             )
     evaluate = None if score is None else as_partial(score)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        del key
-        leaves.check_all_trained("OTFusion", trained.statistics, trained.frozen)
-        found = wiring(model.apply, trained.params, examples.inputs)
-        return {"params": trained.params, "wiring": found}, local
-
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, params, cohort
         updates, weights = received
@@ -133,7 +127,17 @@ def otfusion(
             merged, info = _chosen(how, evaluate, *given)
         return merged, state, info
 
+    summarize = by_value(partial(_summarize, model))
     return Algorithm(summarize, aggregate, kind="params and wiring", model=model)
+
+
+def _summarize(
+    model: Model, key: Key, trained: Trained, examples: Examples, local: Any
+) -> tuple[dict[str, Any], Any]:
+    del key
+    leaves.check_all_trained("OTFusion", trained.statistics, trained.frozen)
+    found = wiring(model.apply, trained.params, examples.inputs)
+    return {"params": trained.params, "wiring": found}, local
 
 
 def _check_whole(wires: Wiring, stacked: Params) -> None:

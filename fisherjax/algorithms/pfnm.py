@@ -6,6 +6,7 @@ Federated learning with matched averaging, ICLR 2020.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 
 from fisherjax import leaves, likelihoods
 from fisherjax._core import checks
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax._layers.graph import Wiring, wiring
 from fisherjax._layers.layer import Layer, matrix, unpack
 from fisherjax.algorithms._unit_matching import Prior, match_units
@@ -123,14 +124,6 @@ def pfnm(
         checks.count(name, value)
     prior = Prior(prior_precision, float(prior_mean), concentration, sweeps, most_new)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        del key
-        leaves.check_all_trained("PFNM", trained.statistics, trained.frozen)
-        found = wiring(model.apply, trained.params, examples.inputs)
-        _check_chain(found)
-        counts = _class_counts(examples, found.layers[-1].columns)
-        return {"params": trained.params, "counts": counts, "wiring": found}, local
-
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del cohort
         # The widths of the merged leaves depend on values.
@@ -145,8 +138,19 @@ def pfnm(
         merged = jax.tree.unflatten(structure, [jnp.asarray(merged[name]) for name in names])
         return merged, state, PFNMReport(places)
 
-    kind = "params, counts of classes and wiring"
+    kind, summarize = "params, counts of classes and wiring", by_value(partial(_summarize, model))
     return Algorithm(summarize, aggregate, kind=kind, model=model, gives="wider model")
+
+
+def _summarize(
+    model: Model, key: Key, trained: Trained, examples: Examples, local: Any
+) -> tuple[dict[str, Any], Any]:
+    del key
+    leaves.check_all_trained("PFNM", trained.statistics, trained.frozen)
+    found = wiring(model.apply, trained.params, examples.inputs)
+    _check_chain(found)
+    counts = _class_counts(examples, found.layers[-1].columns)
+    return {"params": trained.params, "counts": counts, "wiring": found}, local
 
 
 def _check_chain(found: Wiring) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fisherjax import _sequences, leaves, tree
 from fisherjax._core import checks, linalg
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
 from fisherjax._layers.pairs import trace
@@ -104,14 +104,7 @@ def regmean(
     # Without `apply_train`, so that networks that differ only in it share a program.
     plain = model._replace(apply_train=None)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        examples = draw(key, examples, max_examples)
-        network = trained
-        if received:
-            start = start_of(trained, "RegMean++ takes the inputs of clients")
-            network = trained._replace(params=start)
-        grams = _grams(plain, batch_size, network.whole, examples)
-        return {"params": trained.params, "grams": grams}, local
+    summarize = by_value(partial(_summarize, plain, received, batch_size, max_examples))
 
     def shrunk(gram: Array) -> Array:
         return gram * (shrink + (1 - shrink) * jnp.eye(gram.shape[-1], dtype=gram.dtype))
@@ -139,6 +132,25 @@ def regmean(
 
     sent = "params and Gram matrices" + " of the received model" * received
     return Algorithm(summarize, aggregate, reduce, kind=sent, model=model, link=link)
+
+
+def _summarize(
+    model: Model,
+    received: bool,
+    batch_size: int,
+    max_examples: int | None,
+    key: Key,
+    trained: Trained,
+    examples: Examples,
+    local: Any,
+) -> tuple[dict[str, Any], Any]:
+    examples = draw(key, examples, max_examples)
+    network = trained
+    if received:
+        start = start_of(trained, "RegMean++ takes the inputs of clients")
+        network = trained._replace(params=start)
+    grams = _grams(model, batch_size, network.whole, examples)
+    return {"params": trained.params, "grams": grams}, local
 
 
 @partial(jit, static_argnums=(0, 1))

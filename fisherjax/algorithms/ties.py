@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fisherjax import tree
 from fisherjax._core import checks
-from fisherjax._core.caching import cached
+from fisherjax._core.caching import by_value, cached
 from fisherjax.algorithms._changes import change_of
 from fisherjax.algorithms.base import Algorithm, Link
 from fisherjax.training import Trained
@@ -78,13 +78,6 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         raise ValueError(f"density is {density}; expected a number above 0 and at most 1.")
     checks.number("scaling", scaling)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        del key, examples
-        change = change_of(trained, "TIES trims the changes of clients")
-        # Files have a piece of the model at a time, and know its smallest magnitude already.
-        smallest = _smallest(density, change) if isinstance(local, tuple) else local
-        return {"change": _trimmed(change, smallest)}, local
-
     def reduce(updates: dict[str, Any], weights: Array) -> dict[str, Direction]:
         def direction(part: Any) -> Direction:
             change = jax.tree.map(lambda x: part(x, 0), updates["change"])
@@ -100,8 +93,18 @@ def ties(density: float = 0.2, scaling: float = 1.0) -> Algorithm[tuple[()]]:
         merged = jax.tree.map(partial(_elected, scaling), params, *sums["up"], *sums["down"])
         return merged, state, ()
 
-    link = Link(reads_start=True)
+    link, summarize = Link(reads_start=True), by_value(partial(_summarize, density))
     return Algorithm(summarize, aggregate, reduce, kind="trimmed changes", link=link)
+
+
+def _summarize(
+    density: float, key: Key, trained: Trained, examples: Examples, local: Any
+) -> tuple[dict[str, Any], Any]:
+    del key, examples
+    change = change_of(trained, "TIES trims the changes of clients")
+    # Files have a piece of the model at a time, and know its smallest magnitude already.
+    smallest = _smallest(density, change) if isinstance(local, tuple) else local
+    return {"change": _trimmed(change, smallest)}, local
 
 
 def _smallest(density: float, change: Params) -> Array:

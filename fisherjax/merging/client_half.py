@@ -1,6 +1,6 @@
 """The client's half of a round: compute the updates of trained clients."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ def summarize(
 ) -> Update:
     """Compute the updates that clients send to the server, stacked.
 
-    The program is compiled once for equal algorithms and shapes. State that an algorithm keeps on
-    clients starts afresh, as in a first round; `rounds` keeps it from round to round.
+    The program is compiled once for equal shapes and equal functions `algorithm.summarize`, which
+    methods share that send the same, such as `fedfisher` of any damping and `fedfisher_sequential`.
+    State that an algorithm keeps on clients starts afresh, as in a first round; `rounds` keeps it
+    from round to round.
 
     Args:
         algorithm: Method whose `summarize` runs on each client.
@@ -128,7 +130,7 @@ def summarize_memory(
     trained = Trained(stacked, start, steps, None, extras, statistics, frozen)
     division = divide(federation.sizes, *layout)
     given = trained, local, federation, key, division
-    return devices.memory(_summarize, algorithm, layout, *given)
+    return devices.memory(_summarize, algorithm.summarize, layout, *given)
 
 
 def summarize_cohort(
@@ -145,7 +147,7 @@ def summarize_cohort(
         The updates, and the new `local`: what each client keeps for the algorithm, [K, ...].
     """
     division = divide(federation.sizes, *layout)
-    found = _summarize(algorithm, layout, trained, local, federation, key, division)
+    found = _summarize(algorithm.summarize, layout, trained, local, federation, key, division)
     values, kept = in_order(found, layout.mesh)
     # A method may compute statistics of its own, in place of those that training left.
     statistics = tree.by_name(trained.statistics) | values.pop("statistics", {})
@@ -164,7 +166,7 @@ def summarize_cohort(
 
 @partial(jit, static_argnums=(0, 1))
 def _summarize(
-    algorithm: Algorithm,
+    summarize: Callable[..., tuple[dict[str, Any], Any]],
     layout: Layout,
     trained: Trained,
     local: Any,
@@ -183,7 +185,7 @@ def _summarize(
         mine = mine._replace(start=mine.start if start is None else start, frozen=frozen)
         # The key is folded by id, so that a client draws the same in a cohort as among all clients.
         client = clients.client_key(key, clients.SUMMARIZE, clients.ids(federation)[place])
-        return algorithm.summarize(client, mine, clients.view(federation, place), local)
+        return summarize(client, mine, clients.view(federation, place), local)
 
     return parallel.spread_clients(
         one,

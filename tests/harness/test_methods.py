@@ -17,6 +17,7 @@ from experiments.harness import commands, config
 from experiments.harness.config import Merging
 from experiments.harness.methods import Images, check_full, methods, trains_its_own
 from experiments.harness.names import distils
+from experiments.harness.tables import gathered
 from experiments.one_shot import __main__ as one_shot
 from fisherjax.algorithms import FEDLPA_DISTILLATION, METHODS
 from tests.methods import MERGED
@@ -91,6 +92,30 @@ def test_an_option_of_one_method_reaches_no_other(name):
     )
     differing = {other for other in MERGED if plain[other].clients is not changed[other].clients}
     assert differing == ({name} if told else set())
+
+
+# Options of the clients' half of a method; all others are the server's, or training's.
+SENT = {"batch_size", "max_examples", "received", "density", "drop", "last_epoch", "average"}
+SENT |= {"authors_split", "alpha"}
+
+
+@pytest.mark.parametrize(("name", "option"), PAIRS)
+def test_methods_share_updates_unless_they_differ_in_an_option_of_the_clients_half(name, option):
+    told = ((f"{name}.{option}", CHOSEN[name][option]),)
+    plain, changed = (
+        methods(Merging((name,), options=options), MODEL, batch_size=8)[name]
+        for options in ((), told)
+    )
+    assert (plain.sent == changed.sent) == (option not in SENT)
+
+
+def test_different_methods_share_updates_too():
+    made = methods(Merging(tuple(MERGED)), MODEL, batch_size=8)
+    groups = gathered((own.sent, name) for name, own in made.items()).values()
+    assert ["fisher_merge", "fedfisher_diag"] in groups
+    assert ["fedfisher_kfac", "fedfisher_sequential", "fedfisher_sketched"] in groups
+    assert ["fedlpa", "fedlpa_ea", "fedlpa_gd"] in groups
+    assert ["fedavg", "fedprox", "task_arithmetic", "iso_c"] in groups
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -129,6 +130,19 @@ def test_numbers_of_a_seed_do_not_depend_on_what_else_is_run(task):
         for found in (one_round.run(tasks.one_round(alone), (1, 0)), together)
     )
     assert rows <= all_
+
+
+@pytest.mark.long
+def test_a_merge_does_not_depend_on_the_options_of_another_method():
+    def merged(*names: str) -> dict[str, steps.Merged]:
+        merging = Merging(names, options=(("fisher_merge.max_examples", 8),))
+        return one_round.train_and_merge(tasks.one_round(asked(merging=merging)), (0, 0))[1]
+
+    alone, together = merged("fedfisher_diag"), merged("fisher_merge", "fedfisher_diag")
+    chex.assert_trees_all_equal(together["fedfisher_diag"].params, alone["fedfisher_diag"].params)
+    # Of few examples, the Fisher information is another one.
+    with pytest.raises(AssertionError):
+        chex.assert_trees_all_close(*(one.params for one in together.values()), rtol=1e-3)
 
 
 @pytest.mark.long
