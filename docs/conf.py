@@ -19,7 +19,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "_ext.docstrings",
+    "_ext.equations",
     "_ext.links",
+    "_ext.pictures",
 ]
 
 project = "fisherjax"
@@ -35,11 +37,17 @@ html_theme_options = {
     "footer_icons": [{"name": "GitHub", "url": repository, "html": "GitHub", "class": ""}],
 }
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# Equations are shown without the network and without JavaScript.
+html_math_renderer = "mathml"
 
 # The notebooks have their outputs; `make notebook` executes them.
 nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
+# A line of prose that begins with a percent sign is no comment.
+myst_disable_syntax = ["myst_line_comment"]
 
 default_role = "fisherjax"
 # Quotation marks stay as they are, because much text is code; Sphinx itself writes dashes as --.

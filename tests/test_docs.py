@@ -187,6 +187,12 @@ def test_every_page_is_in_exactly_one_toctree(reference):
     assert sorted(listed) == sorted(pages.keys() - {"index"})
 
 
+def test_the_index_of_the_reference_says_what_each_module_is_for():
+    listed = re.findall(r"^   (\S+)$", (DOCS / "reference/index.md").read_text(), re.MULTILINE)
+    modules = [page.module for page in public.pages() if page.module.count(".") < 2]
+    assert listed == [name for name in modules if name not in public.OPTIONAL]
+
+
 # Docstrings and links, which need the packages of the extra `docs`
 
 

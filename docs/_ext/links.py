@@ -98,7 +98,8 @@ class NamesToLinks(SphinxPostTransform):
     def run(self, **_: Any) -> None:
         """Replace each literal that is a name by a link around it."""
         for node in list(self.document.findall(nodes.literal)):
-            if isinstance(node.parent, nodes.reference | pending_xref) or node.get("classes"):
+            above = nodes.reference | nodes.title | pending_xref
+            if isinstance(node.parent, above) or node.get("classes"):
                 continue
             text = re.sub(r"[(\[].*", "", node.astext(), flags=re.DOTALL)
             for name in self.candidates(text, node):

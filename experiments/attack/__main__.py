@@ -37,7 +37,7 @@ def _check(asked: Config) -> None:
 
 
 def _report(asked: Config, measured: Sequence[Measurement], console: Console) -> None:
-    title = f"{config.title(asked.data)}: images made of what the server sees"
+    heading = f"{config.title(asked.data)}: images made of what the server sees"
     headings = ("seen", "taken for the digit, %", "its accuracy, %", "its epsilon")
     lines = []
     for view in asked.views:
@@ -48,27 +48,26 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         lines.append(
             (VIEWS[view], shares, accuracies, f"{cost:.3g}" if cost < math.inf else "none")
         )
-    _draw(asked, title)
+    _draw(asked, heading)
     right = 100 * statistics.fmean(one.judge_accuracy for one in measured)
     words = (
         f"The judge is right for {right:.1f} % of the test images. DP-SGD's noise comes from "
         f"{runs.NOISE[asked.seeded_noise]}."
     )
-    shown = [tables.Table(title, headings, lines)]
+    shown = [tables.Table(heading, headings, lines)]
     pictures = {"attack.png": "what the server gets"}
     studies.report(asked, PROGRAM, shown, pictures, console, words)
 
 
-def _draw(asked: Config, title: str) -> None:
+def _draw(asked: Config, heading: str) -> None:
     rows = {"own": "what the client has", "known": "what the server has"}
     rows |= {view: VIEWS[view] for view in asked.views}
-    drawn, axes = figures.canvas(7.4, 0.48 * len(rows) + 0.4, 1, len(rows), squeeze=False)
+    drawn, axes = figures.canvas(8.4, 0.52 * len(rows) + 0.5, 1, len(rows), squeeze=False)
     for (name, words), panel in zip(rows.items(), axes[:, 0], strict=True):
         images = Image.open(runs.strip(asked.out, asked.seeds[0], name))
-        figures.image(panel, images, textwrap.fill(words, 22), cmap="gray", vmin=0, vmax=255)
-        panel.yaxis.label.set_fontsize("small")
+        figures.image(panel, images, textwrap.fill(words, 24), cmap="gray", vmin=0, vmax=255)
         panel.spines[:].set_visible(False)
-    drawn.suptitle(title, fontsize="small")
+    drawn.suptitle(heading.replace(": ", "\n"), fontsize="medium")
     figures.save(drawn, asked.out / "attack.png")
 
 

@@ -45,9 +45,10 @@ def otfusion(found: list[Fused], path: Path) -> str:
         for panel, name in zip(axes, names, strict=True):
             unit, place = np.nonzero(fused.transports[name])
             units = len(fused.transports[name])
-            kinds = (("it stays", unit == place, _STAYS), ("it moves", unit != place, _MOVES))
-            for words, chosen, colour in kinds:
-                points = {"s": 14, "marker": "s", "color": colour, "label": words}
+            stays, moves = unit == place, unit != place
+            kinds = (("it stays", stays, _STAYS, "s"), ("it moves", moves, _MOVES, "o"))
+            for words, chosen, colour, marker in kinds:
+                points = {"s": 14, "marker": marker, "color": colour, "label": words}
                 panel.scatter(place[chosen], unit[chosen], **points)
             panel.set(xlim=(-1, units), ylim=(units, -1), aspect="equal")
             panel.set_xlabel("place in client 1's network")
@@ -79,7 +80,9 @@ def pfnm(found: list[Widened], path: Path) -> str:
                 below += units
             panel.text(place, below + 1, f"{below}", ha="center", weight="bold")
         width = found[0].width
-        panel.axhline(width, color=INK, linestyle="--", label=f"a client's width, {width}")
+        # Behind the bars, whose numbers it would strike out.
+        how = {"color": INK, "linestyle": "--", "zorder": 0}
+        panel.axhline(width, label=f"a client's width, {width}", **how)
         panel.set_title(_NAMES[name].capitalize(), fontsize="medium")
         ticks = [
             f"{wide.clients} clients\n{label('fedavg')} {100 * wide.accuracies['fedavg']:.0f} %\n"
@@ -148,12 +151,13 @@ def fedov(found: Voted, path: Path) -> str:
     title = "FedOV: a client learns its digits, and that destroyed ones are “unknown”"
     above.suptitle(title, fontsize="large")
     bins = np.linspace(0, 1, 21)
-    for words, values, colour in (
-        (f"its own classes, 0 and 1 ({len(found.own)} images)", found.own, _STAYS),
-        (f"classes it never saw, 2 to 9 ({len(found.others)})", found.others, _MOVES),
+    for words, values, colour, hatch in (
+        (f"its own classes, 0 and 1 ({len(found.own)} images)", found.own, _STAYS, ""),
+        (f"classes it never saw, 2 to 9 ({len(found.others)})", found.others, _MOVES, "///"),
     ):
         shares = np.full(len(values), 100 / len(values))
-        panel.hist(values, bins, weights=shares, color=colour, alpha=0.65, label=words)
+        look = {"color": colour, "alpha": 0.65, "hatch": hatch, "edgecolor": "white"}
+        panel.hist(values, bins, weights=shares, label=words, **look)
     panel.set(xlabel="probability that the client of digits 0 and 1 gives “unknown”", xlim=(0, 1))
     panel.set_ylabel("share of test images, %")
     vote, ensemble, one = (_percent(x) for x in found.accuracies.values())

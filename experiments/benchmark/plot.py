@@ -11,7 +11,7 @@ from fisherjax import algorithms
 
 _OURS = "#0b4f8a"
 _CURVES = ((_OURS, "o", "-"), ("#d98200", "s", "--"), (INK, "^", ":"), ("#57b894", "D", "-."))
-_STACKED = ("#d98200", "#57b894", "#0b4f8a", GRID)
+_STACKED = (("#d98200", "///"), ("#57b894", "..."), ("#0b4f8a", ""), (GRID, ""))
 _GROWING = {
     "seconds": lambda case: case["median"],
     "ms a step, or an upload": lambda case: 1e3 / case["rate"],
@@ -78,18 +78,21 @@ def stacks(rows: Sequence[Row]) -> Any:
         (f"{task}, {case}", own) for task, cases in groups.items() for case, own in cases.items()
     ]
     names = [name for name, _ in bars]
-    figure, panel = canvas(9.0, 1.2 + 0.2 * len(bars), grid="x")
+    figure, panel = canvas(8.0, 1.4 + 0.2 * len(bars), grid="x")
     left = [0.0] * len(bars)
-    for part, colour in zip(("tracing", "lowering", "compiling", "other"), _STACKED, strict=True):
+    parts = ("tracing", "lowering", "compiling", "other")
+    for part, (colour, hatch) in zip(parts, _STACKED, strict=True):
         widths = [own[f"{part}_seconds"] for _, own in bars]
-        panel.barh(names, widths, left=left, color=colour, label=part)
+        look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0}
+        panel.barh(names, widths, left=left, label=part, **look)
         left = [x + width for x, width in zip(left, widths, strict=True)]
     for place, (_, own) in enumerate(bars):
-        said = f" {own['programs']:.0f} programs" if own["programs"] else ""
-        panel.text(left[place], place, said, va="center", fontsize="x-small")
-    panel.invert_yaxis()
+        said = f", {own['programs']:.0f} programs" if own["programs"] else ""
+        words = f" {left[place]:.1f} s{said}"
+        panel.text(left[place], place, words, va="center", fontsize="small", clip_on=False)
+    panel.set(xlim=(0, 1.2 * max(left)), ylim=(len(bars) - 0.5, -0.5))
     panel.tick_params(axis="y", labelsize="small")
-    panel.set_xlabel("seconds")
+    panel.set_xlabel("seconds of a fresh process (second seed: what one more seed adds)")
     legend(figure, [panel])
     return figure
 

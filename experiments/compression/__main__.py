@@ -35,13 +35,13 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     ]
     heading = f"{config.title(asked.data)}: accuracy over the bytes of an update"
     headings = ("algorithm", "codec", "bytes", "of FedAvg's", "accuracy %")
-    _draw_figure(asked, measured, heading)
+    _draw_figure(asked, measured)
     shown = [tables.Table(heading, headings, lines, text=2)]
     studies.report(asked, PROGRAM, shown, {"compression.png": "accuracy over bytes"}, console)
 
 
-def _draw_figure(asked: Config, measured: Sequence[Measurement], heading: str) -> None:
-    drawn, panel = figures.canvas(7, 4.2, grid="both")
+def _draw_figure(asked: Config, measured: Sequence[Measurement]) -> None:
+    drawn, panel = figures.canvas(7.2, 4.6, grid="both")
     for name in asked.algorithms:
         look = figures.style(name)
         ones = [one for one in measured if one.algorithm == name]
@@ -50,18 +50,20 @@ def _draw_figure(asked: Config, measured: Sequence[Measurement], heading: str) -
         even, paper = ([x for x in ones if x.codec.startswith(kind)] for kind in ("even", "paper"))
         faint = {"color": look["color"], "alpha": 0.8, "linestyle": ""}
         for some, how in (
-            (best, look | {"markersize": 4}),
-            (even, faint | {"marker": "_"}),
+            (best, look | {"markersize": 5, "linestyle": figures.line_style(name)}),
+            (even, faint | {"marker": look["marker"], "markersize": 5, "fillstyle": "none"}),
             (paper, faint | {"marker": "x"}),
         ):
             places = [one.bytes / one.fedavg for one in some]
             panel.plot(places, [100 * one.accuracy for one in some], **how)
     panel.axvline(1, color=figures.GREY, linewidth=0.8)
-    panel.set(xscale="log", xlabel="bytes of a client, in units of FedAvg's", ylabel="accuracy, %")
+    panel.set(xscale="log", xlabel="bytes that a client sends, in units of FedAvg's")
+    panel.set_ylabel("test accuracy, %")
     ticks = [0.1, 0.25, 0.5, 1, 2, 4, 8]
     panel.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     panel.minorticks_off()
-    drawn.suptitle(f"{heading}\n(lines: water filling; _ even bits, x the paper's codec)", size=10)
+    words = "lines: water filling; hollow: as many bits everywhere; x: the paper's codec"
+    panel.set_title(f"{config.title(asked.data)}\n{words}", fontsize="medium", loc="left")
     figures.save_with_legend(drawn, asked.out / "compression.png", columns=3)
 
 

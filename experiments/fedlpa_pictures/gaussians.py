@@ -116,7 +116,7 @@ def _draw_plane(axes: Any, precisions: np.ndarray, means: np.ndarray, points: _F
         axes.contour(side, side, distance, levels=[1, 4], colors=colour, linewidths=1)
     for name, point in points.items():
         axes.plot(*point, lw=0, ms=8, **style(name))
-    axes.set_aspect("equal")
+    axes.set(aspect="equal", xlabel="first weight", ylabel="second weight")
     axes.set_title("two clients (grey), their product (black)", fontsize="medium", loc="left")
 
 

@@ -72,7 +72,7 @@ def draw_functions(
 ) -> None:
     """Draw data, local and merged functions of one seed, a panel for each overlap."""
     apply, x = model(width).apply, np.linspace(-1, 1, 401)[:, None]
-    figure, panels = canvas(9.5, 4.4, columns=3, sharex=True, sharey=True)
+    figure, panels = canvas(8.4, 5, columns=3, sharex=True, sharey=True)
     for place, (axes, overlap) in enumerate(zip(panels, SUPPORTS, strict=True)):
         run = cells(runs).index((overlap, seed))
         data, models = _select((runs.federations, runs.locals), run)
@@ -90,7 +90,7 @@ def draw_functions(
         axes.annotate("\n".join(["barriers:", *lines]), bbox=_PAPER, **_CORNER)
         axes.set_title(f"overlap: {overlap}", fontsize="medium", loc="left")
         axes.set_xlabel("x")
-    panels[0].set(ylim=(-2.2, 2.6), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")
+    panels[0].set(ylim=(-2, 3.2), xticks=[-1, -0.5, 0, 0.5, 1], ylabel="y")
     save_with_legend(figure, path)
 
 

@@ -27,6 +27,12 @@ Curves = dict[str, list[tuple[float, ...]]]
 _LABELS, _WIDTH = "label_counts.csv", 110
 _MOST_CLIENTS, _MOST_CLASSES = 20, 20
 _PLAIN = "fedavg"  # gains are counted from it, as it sends only the model
+_REFERENCES = {
+    "local": "local: one client's own model",
+    "ensemble": "ensemble: mean of outputs",
+    "central": "central: trained on all data",
+}
+"""The references in figures."""
 
 
 class Line(NamedTuple):
@@ -206,7 +212,7 @@ def figure(
     found: Sequence[Line], heading: str, path: Path, names: Mapping[str, str] | None = None
 ) -> None:
     """Draw a dot for each run and the mean of each algorithm; `names` replaces labels."""
-    names = {line.algorithm: label(line.algorithm) for line in found} | dict(names or {})
+    names = _REFERENCES | dict(names or {})
     # Names of exchanges that follow a merge need a wider figure.
     width = 8.4 if any("+" in line.algorithm for line in found) else 7.2
     drawn, axes = canvas(width, 0.9 + 0.42 * len(found), grid="x")
@@ -222,9 +228,10 @@ def figure(
         # The mean stands in a column beside the axes, where no dot can lie.
         beside = {"transform": axes.get_yaxis_transform(), "va": "center", "color": INK}
         axes.text(1.02, place, f"{line.mean:.1f}", **beside)
-    axes.set_yticks(range(len(found)), [names[line.algorithm] for line in found])
+    labels = [names.get(line.algorithm, label(line.algorithm)) for line in found]
+    axes.set_yticks(range(len(found)), labels)
     axes.set(xlim=(0, 100), ylim=(len(found) - 0.5, -0.5))
-    axes.set_xlabel("test accuracy, %: a dot is one run, the bar their mean")
+    axes.set_xlabel("test accuracy, % (a dot is one run, the bar their mean)")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -237,10 +244,14 @@ def curve_figure(found: Curves, heading: str, path: Path) -> None:
     exchanged = any("+" in name for name in found)
     for name, rounds in found.items():
         means = [statistics.fmean(values) for values in rounds]
-        # Curves of training are dashed if there are curves of exchanges.
-        line = "--" if exchanged and "+" not in name else "-"
-        axes.plot(range(1, len(means) + 1), means, line, markersize=5, **style(name))
-    axes.set_xlabel("round: the first by each algorithm, then averaging, or without training")
+        looks = style(name) | {"markersize": 5}
+        if "+" in name:
+            merge = name.partition("+")[0]
+            looks |= {"marker": style(merge)["marker"], "markerfacecolor": "white"}
+        elif exchanged:
+            looks |= {"linestyle": "--", "label": f"{label(name)}, then averaging"}
+        axes.plot(range(1, len(means) + 1), means, **looks)
+    axes.set_xlabel("round: the first merges, the others average, or exchange without training")
     axes.set_ylabel("test accuracy, %, mean over runs")
     axes.set_title(heading, fontsize="medium", loc="left")
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 import fisherjax as fj
-from experiments.harness import choices, commands, folders
+from experiments.harness import choices, commands, figures, folders
 from experiments.harness.choices import DATASETS, MODELS
 
 PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client", "pachinko")
@@ -302,18 +302,18 @@ def name(config: OneShot) -> str:
 
 def title(data: Data) -> str:
     """Return a title with the data set, the network and the clients."""
+    both = f"{figures.label(data.dataset)}, {figures.label(data.model)}"
     if data.dataset in OWNERS:
-        return f"{data.dataset}, {data.model}, a client for each {OWNERS[data.dataset]}"
-    split = "".join([data.partition, *_number(data)])
-    return f"{data.dataset}, {data.model}, {data.num_clients} clients ({split})"
+        return f"{both}, a client for each {OWNERS[data.dataset]}"
+    return f"{both}, {data.num_clients} clients ({''.join(_number(data))})"
 
 
 def _number(data: Data) -> tuple[str, str]:
-    """Return the words before the parameter of the partition in a title, and the parameter."""
+    """Return the words for the partition in a title, and its parameter, which follows them."""
     return {
-        "iid": ("", ""),
-        "dirichlet_of_client": (", alpha ", f"{data.alpha:g}"),
-        "pachinko": (", alpha ", f"{data.alpha:g}"),
-        "niid_bench": (", beta ", f"{data.beta:g}"),
-        "classes_per_client": (" = ", str(data.classes_per_client)),
+        "iid": ("iid", ""),
+        "dirichlet_of_client": ("Dirichlet of each client, alpha ", f"{data.alpha:g}"),
+        "pachinko": ("pachinko, alpha ", f"{data.alpha:g}"),
+        "niid_bench": ("Dirichlet of each class, beta ", f"{data.beta:g}"),
+        "classes_per_client": ("classes of each: ", str(data.classes_per_client)),
     }[data.partition]

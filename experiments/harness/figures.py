@@ -1,4 +1,8 @@
-"""Draw figures: each algorithm has one colour and one marker everywhere, accuracies are in %."""
+"""Draw figures: each algorithm has one colour and one marker everywhere, accuracies are in %.
+
+Figures are read on pages of about seven inches, so wider ones are read at a smaller scale; what
+tells curves apart (markers, lines, hatches) is seen in greyscale too.
+"""
 
 import io
 from collections.abc import Sequence
@@ -16,21 +20,31 @@ REFERENCES = {
     "central": "one model trained on all the data: the ceiling",
 }
 """The references that algorithms are compared with, and what each is."""
+_LABELS = {
+    **{"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "emnist": "EMNIST"},
+    **{"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "svhn_cropped": "SVHN"},
+    **{"mlp": "MLP", "lenet": "LeNet", "cnn": "CNN", "resnet18": "ResNet-18"},
+}
 INK, GRID, GREY = "#222222", "#dddddd", "#8a8a8a"
 # In the order of `merges`. Neighbours differ in lightness too, so greyscale tells them apart.
 _COLOURS = (
     *("#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#0b4f8a", "#7fc8e8", "#8b1e6b"),
     *("#d16ba5", "#e8a6cf", "#b89400", "#c4501b", "#f0936a", "#4d7a1f", "#5f3c25"),
 )
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
-_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
+LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+_DPI = 200  # a page shows about half of it; screens of phones show all
+_MOST_COLOURS = 20_000  # drawings have fewer colours, photographs more
 
 
 def label(name: str) -> str:
-    """Return the label of an algorithm in tables and figures; another name stays as it is."""
+    """Return the label of an algorithm, a data set or a network in tables and figures.
+
+    Another name stays as it is.
+    """
     first, *others = name.split("+")
     rows = algorithms.METHODS
-    merge = rows[first].label if first in rows else first
+    merge = rows[first].label if first in rows else _LABELS.get(first, first)
     later = (rows[n].label if n in rows else n.replace("_", " ") for n in others)
     return " + ".join([merge, *later])
 
@@ -45,14 +59,14 @@ def style(name: str) -> dict[str, Any]:
         return {"color": GREY, "marker": "o", "label": name}
     # Where there are more algorithms than colours, these repeat with shifted markers.
     turn, place = divmod(names.index(name), len(_COLOURS))
-    marker = _MARKERS[(place + turn) % len(_MARKERS)]
+    marker = MARKERS[(place + turn) % len(MARKERS)]
     return {"color": _COLOURS[place], "marker": marker, "label": label(name)}
 
 
 def line_style(name: str) -> Any:
     """Return the line style of an algorithm, for panels in which several lines cross."""
     names = list(algorithms.merges())
-    return _LINES[names.index(name) % len(_LINES)] if name in names else ":"
+    return LINES[names.index(name) % len(LINES)] if name in names else ":"
 
 
 def canvas(
@@ -74,6 +88,20 @@ def canvas(
     return figure, axes
 
 
+def in_two_columns(count: int, height: float, **shared: Any) -> tuple[Any, list[Any]]:
+    """Make a figure as wide as a page of `count` panels in two columns, and return its panels.
+
+    `height` is that of a panel in inches; the other options are of `canvas`.
+    """
+    columns = min(2, count)
+    rows = -(-count // columns)
+    size = 7.4, height * rows + 0.9
+    figure, axes = canvas(*size, columns, rows, squeeze=False, **shared)
+    for panel in axes.ravel()[count:]:
+        panel.set_visible(False)
+    return figure, list(axes.ravel()[:count])
+
+
 def legend(figure: Any, panels: Sequence[Any], *, columns: int = 4, **options: Any) -> None:
     """Add one legend under a figure, with every label of its panels once."""
     handles: dict[str, Any] = {}
@@ -92,9 +120,34 @@ def save_with_legend(figure: Any, path: Path, **options: Any) -> None:
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure as PNG; the file is replaced as a whole or not at all."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", metadata={"Software": None})
+    from PIL import Image
+
+    drawn, picture = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=_DPI)
+    _with_palette(Image.open(drawn).convert("RGB")).save(picture, format="png", optimize=True)
     write_bytes(path, picture.getvalue())
+
+
+def _with_palette(picture: Any) -> Any:
+    """Return a drawing in its 256 most frequent colours, a third of the bytes; photographs stay.
+
+    A rarer colour, between others at the edge of a letter, becomes the nearest of these.
+    """
+    from PIL import Image
+    from scipy.spatial import KDTree
+
+    pixels = np.asarray(picture).reshape(-1, 3)
+    colours, place, counts = np.unique(
+        pixels @ np.array([65536, 256, 1]), return_inverse=True, return_counts=True
+    )
+    if len(colours) > _MOST_COLOURS:
+        return picture
+    parts = colours[:, None] // np.array([65536, 256, 1]) % 256
+    palette = parts[np.argsort(-counts)[:256]]
+    _, nearest = KDTree(palette).query(parts)
+    made = Image.fromarray(nearest.astype(np.uint8)[place].reshape(picture.size[::-1]))
+    made.putpalette(palette.astype(np.uint8).tobytes())
+    return made
 
 
 def image(panel: Any, pixels: np.ndarray, name: str = "", **how: Any) -> None:

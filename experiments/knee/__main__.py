@@ -21,10 +21,14 @@ from experiments.knee import runs
 from experiments.knee.runs import Config, Measurement
 
 PROGRAM = "experiments.knee"
-_COLOURS = {
-    **{"true": "#0b4f8a", "sampled": "#d98200", "empirical": "#4d7a1f", "-": "#1a1a1a"},
-    "curvature_propagation": "#a3246b",
+_LOOKS = {
+    "true": ("#0b4f8a", "o", "-"),
+    "sampled": ("#d98200", "s", "--"),
+    "empirical": ("#4d7a1f", "^", "-."),
+    "-": ("#1a1a1a", "o", "-"),
+    "curvature_propagation": ("#a3246b", "D", figures.LINES[-1]),
 }
+"""Colours, markers and lines of the kinds of Fisher information."""
 
 
 def _check(asked: Config) -> None:
@@ -43,33 +47,35 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     ]
     headings = ("algorithm", "Fisher", *(str(n) if n else "all" for n in asked.counts))
     heading = f"{config.title(asked.data)}: accuracy in % over examples a client"
-    _draw_figure(asked, found, heading)
+    _draw_figure(asked, found)
     shown = [tables.Table(heading, headings, lines, text=2)]
     studies.report(asked, PROGRAM, shown, {"knee.png": "accuracy over examples"}, console)
 
 
-def _draw_figure(asked: Config, found: dict, heading: str) -> None:
+def _draw_figure(asked: Config, found: dict) -> None:
     names, shown = asked.algorithms, [n for n in asked.counts if n]
-    how = {"grid": "both", "sharey": True, "squeeze": False}
-    drawn, axes = figures.canvas(2.7 * len(names), 3.4, len(names), **how)
-    for name, panel in zip(names, axes[0], strict=True):
-        for kind, colour in _COLOURS.items():
+    drawn, panels = figures.in_two_columns(len(names), 2.7, grid="both", sharey=True)
+    for name, panel in zip(names, panels, strict=True):
+        for kind, (colour, marker, line) in _LOOKS.items():
             values = found.get((name, kind), {})
             counts = [n for n in shown if n in values]
             means = [statistics.fmean(values[n]) for n in counts]
+            look = {"color": colour, "marker": marker}
             if values:
-                panel.plot(counts, means, color=colour, label=kind if kind != "-" else None)
+                words = kind.replace("_", " ") if kind != "-" else None
+                panel.plot(counts, means, markersize=4, linestyle=line, label=words, **look)
             for n in counts:
-                dots = {"color": colour, "markersize": 4, "alpha": 0.5}
-                panel.plot([n] * len(values[n]), values[n], ".", **dots)
+                dots = {"linestyle": "", "markersize": 2, "alpha": 0.6}
+                panel.plot([n] * len(values[n]), values[n], **dots, **look)
             if 0 in values:
                 panel.axhline(values[0][0], color=colour, linewidth=0.8, linestyle=":")
-        panel.set(xscale="log", title=figures.label(name), xlabel="examples a client")
+        panel.set(xscale="log", xlabel="examples a client", ylabel="test accuracy, %")
+        panel.set_title(figures.label(name), fontsize="medium", loc="left")
         panel.set_xticks(shown, map(str, shown), rotation=45)
         panel.minorticks_off()
-    axes[0][0].set_ylabel("test accuracy, %")
-    drawn.suptitle(f"{heading} (dotted: all)", fontsize="medium")
-    figures.save_with_legend(drawn, asked.out / "knee.png")
+    explained = "dots are draws of examples, lines their means; dotted across: all examples"
+    drawn.suptitle(f"{config.title(asked.data)}\n{explained}", fontsize="medium")
+    figures.save_with_legend(drawn, asked.out / "knee.png", title="Fisher information")
 
 
 main = studies.study(PROGRAM, __doc__, runs, _check, _report)

@@ -70,11 +70,12 @@ def domains(
 
 def draw(found: Sequence[Domain], path: Path) -> None:
     """Draw two samples of each digit of each domain."""
-    figure, axes = figures.canvas(9, 0.95 * len(found), 1, len(found), squeeze=False)
+    figure, axes = figures.canvas(8, 0.45 * len(found), 1, len(found), squeeze=False)
     for domain, panel in zip(found, axes[:, 0], strict=True):
         images, labels = domain.train
         rows = [row for label in range(10) for row in np.flatnonzero(labels == label)[:2]]
-        figures.image(panel, np.concatenate(images[rows], axis=1), domain.name)
+        drawn = np.concatenate(images[rows], axis=1)
+        figures.image(panel, drawn, domain.name, interpolation="nearest")
         panel.spines[:].set_visible(False)
     figures.save(figure, path)
 

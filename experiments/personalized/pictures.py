@@ -2,6 +2,7 @@
 
 import csv
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -68,49 +69,61 @@ def epochs_table(asked: Config, found: Sequence[Measurement]) -> tables.Table:
 
 
 def draw_accuracies(asked: Config, found: Sequence[Measurement], path: Path) -> None:
-    """Draw mean accuracy over rounds, and the final accuracy of every client as a dot."""
+    """Draw mean accuracy over rounds, and the final accuracy of every client as a dot.
+
+    The names beside the dots are those of the curves too.
+    """
     rows = len(asked.splits)
-    figure, axes = figures.canvas(11, 4.2 * rows, 2, rows, grid="x", squeeze=False)
-    colours = _colours(asked)
-    for split, (over, dots) in zip(asked.splits, axes, strict=True):
+    figure, axes = figures.canvas(8, 8 * rows, 1, 2 * rows, grid="both")
+    looks = _looks(asked)
+    for split, (over, dots) in zip(asked.splits, axes.reshape(rows, 2), strict=True):
         groups = _by_method(found, split, asked)
         for place, (method, ones) in enumerate(groups.items()):
             whole = [one for one in ones if one.client is None]
             values = tables.gathered((one.round, 100 * one.accuracy) for one in whole)
             rounds = sorted(values)
-            # Temperatures of one method share its colour; the paper's temperature is dotted.
-            look = {"color": colours[method[0]], "linestyle": ":" if method[1] == 1 else "-"}
+            # Temperatures of one method share its colour; the paper's is dotted and hollow.
+            look = looks[method[0]]
+            own = {"linestyle": ":", "markerfacecolor": "white"} if method[1] == 1 else {}
             means = [statistics.fmean(values[number]) for number in rounds]
-            over.plot(rounds, means, label=label(*method), **look)
+            over.plot(rounds, means, markersize=5, **look, **own)
             ends = [100 * one.accuracy for one in ones if one.client is not None]
             spread = place + np.linspace(-0.25, 0.25, len(ends)) if ends else []
-            dots.plot(ends, spread, ".", color=look["color"], markersize=4)
+            dots.plot(ends, spread, markersize=4, **look, **own | {"linestyle": ""})
             if ends:
                 dots.plot([statistics.fmean(ends)] * 2, [place - 0.4, place + 0.4], color="black")
-        over.set(xlabel="round", ylabel="accuracy, %, mean over clients", title=split)
-        over.grid(axis="y", color=figures.GRID, linewidth=0.8)
-        dots.set_yticks(range(len(groups)), [label(*method) for method in groups])
-        dots.set(xlabel="accuracy of a client, %", title="at the end: dots are clients and seeds")
+        over.set(xlabel="round", ylabel="accuracy, %, mean over clients")
+        over.set_title(f"{split}: accuracy over rounds", fontsize="medium", loc="left")
+        names = [textwrap.fill(label(*method), 26) for method in groups]
+        dots.set_yticks(range(len(groups)), names, fontsize="small")
+        words = f"{split}: each client and seed at the end, and the mean (line)"
+        dots.set_title(words, fontsize="medium", loc="left")
+        dots.set_xlabel("accuracy of a client, %")
         dots.invert_yaxis()
-    figures.save_with_legend(figure, path, columns=3, fontsize="small")
+    figures.save(figure, path)
 
 
-def _colours(asked: Config) -> dict[str, str]:
+def _looks(asked: Config) -> dict[str, dict[str, str]]:
     palette = ("#8a8a8a", "#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#8b1e6b")
     palette += ("#c4501b", "#b89400", "#4d7a1f", "#7fc8e8")
     order = list(settings.methods())
-    return {name: palette[order.index(name) % len(palette)] for name in asked.algorithms}
+    looks = [
+        {"color": colour, "marker": marker}
+        for colour, marker in zip(palette, figures.MARKERS, strict=False)
+    ]
+    return {name: looks[order.index(name) % len(looks)] for name in asked.algorithms}
 
 
 def draw_temperatures(found: Sequence[Measurement], path: Path) -> None:
     """Draw the accuracy on held-out training data, which chooses temperatures, over these."""
     ends = [x for x in found if x.held and x.client is None and x.round == x.rounds]
-    figure, panel = figures.canvas(6, 3.6, grid="both")
-    for name in dict.fromkeys(x.algorithm for x in ends):
+    figure, panel = figures.canvas(7.2, 3.8, grid="both")
+    names = dict.fromkeys(x.algorithm for x in ends)
+    for name, marker in zip(names, figures.MARKERS, strict=False):
         curve = sorted((x.temperature or 0, 100 * x.accuracy) for x in ends if x.algorithm == name)
-        panel.plot(*zip(*curve, strict=True), marker="o", label=settings.methods()[name].label)
+        panel.plot(*zip(*curve, strict=True), marker=marker, label=settings.methods()[name].label)
     panel.set(xscale="log", xlabel="temperature", ylabel="accuracy, %, held out")
-    figures.save_with_legend(figure, path, columns=2, fontsize="small")
+    figures.save_with_legend(figure, path, columns=2)
 
 
 def read_weights(path: Path) -> dict[str, np.ndarray]:
@@ -142,25 +155,20 @@ def draw_weights(asked: Config, populations: Mapping[str, Population], out: Path
     weights = read_weights(out / "weights.csv")
     if not weights:
         return False
-    splits = [s for s in asked.splits if any(run.startswith(f"{s}, ") for run in weights)]
-    most = 1 + max(sum(run.startswith(f"{s}, ") for run in weights) for s in splits)
-    figure, axes = figures.canvas(2.6 * most, 3.1 * len(splits), most, len(splits), squeeze=False)
-    for split, panels in zip(splits, axes, strict=True):
+    shown = []
+    for split in (s for s in asked.splits if any(run.startswith(f"{s}, ") for run in weights)):
         of = populations[split]
         unit = of.shares / np.linalg.norm(of.shares, axis=1, keepdims=True)
-        shown = {f"{split}: classes in common": unit @ unit.T}
-        shown |= {run: x for run, x in weights.items() if run.startswith(f"{split}, ")}
-        for panel in panels[len(shown) :]:
-            panel.set_visible(False)
-        for panel, (run, matrix) in zip(panels, shown.items(), strict=False):
-            image = panel.imshow(matrix, cmap="Blues", vmin=0, vmax=matrix.max())
-            title = run.removeprefix(f"{split}, ")
-            for place in (", ", ": ", " (", " + "):
-                title = title.replace(place, f"{place[:1].strip()}\n{place[1:].lstrip()}")
-            panel.set_title(title, fontsize="x-small")
-            figure.colorbar(image, ax=panel, shrink=0.7)
-            if len(of.names) <= 8:
-                panel.set_xticks(range(len(of.names)), of.names, rotation=45, fontsize="small")
-                panel.set_yticks(range(len(of.names)), of.names, fontsize="small")
+        shown.append((f"{split}, classes in common", unit @ unit.T, of.names))
+        own = [(run, x, of.names) for run, x in weights.items() if run.startswith(f"{split}, ")]
+        shown += own
+    figure, panels = figures.in_two_columns(len(shown), 3)
+    for panel, (run, matrix, names) in zip(panels, shown, strict=True):
+        image = panel.imshow(matrix, cmap="Blues", vmin=0, vmax=matrix.max())
+        panel.set_title(textwrap.fill(run, 40), fontsize="medium")
+        figure.colorbar(image, ax=panel, shrink=0.8)
+        if len(names) <= 8:
+            panel.set_xticks(range(len(names)), names, rotation=45, fontsize="small")
+            panel.set_yticks(range(len(names)), names, fontsize="small")
     figures.save(figure, out / "weights.png")
     return True

@@ -23,11 +23,12 @@ from experiments.privacy.runs import Config, Measurement
 
 PROGRAM = "experiments.privacy"
 _STYLES = {
-    "fedavg": ("#1a1a1a", "FedAvg"),
-    "fedfisher_diag": ("#0b4f8a", "FedFisher (diagonal)"),
-    "head": ("#d98200", "ridge head, initial network"),
-    "fedavg+head": ("#4d7a1f", "FedAvg, then ridge head"),
+    "fedavg": ("#1a1a1a", "o", "FedAvg"),
+    "fedfisher_diag": ("#0b4f8a", "^", "FedFisher (diagonal)"),
+    "head": ("#d98200", "s", "ridge head, initial network"),
+    "fedavg+head": ("#4d7a1f", "D", "FedAvg, then ridge head"),
 }
+"""Colours, markers and labels."""
 
 
 def _check(asked: Config) -> None:
@@ -41,10 +42,11 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
     cost = {one.noise_multiplier: one.epsilon for one in measured}
     shown, noises = [], asked.noise_multipliers
     for number in asked.clients:
-        title = f"{asked.data.dataset}, {asked.data.model}, {number} clients: accuracy in %"
+        both = f"{figures.label(asked.data.dataset)}, {figures.label(asked.data.model)}"
+        title = f"{both}, {number} clients: accuracy in %"
         headings = ("algorithm", *(f"epsilon {cost[noise]:.3g}" for noise in noises))
         lines = [
-            (_STYLES[name][1], *(tables.spread(found[number, name, noise]) for noise in noises))
+            (_STYLES[name][-1], *(tables.spread(found[number, name, noise]) for noise in noises))
             for name in asked.algorithms
         ]
         shown.append(tables.Table(title, headings, lines))
@@ -60,19 +62,22 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
 def _draw_figure(asked: Config, found: dict, cost: dict[float, float]) -> None:
     numbers, noisy = asked.clients, [s for s in asked.noise_multipliers if s]
     how = {"grid": "both", "sharey": True, "squeeze": False}
-    drawn, axes = figures.canvas(3.2 * len(numbers), 3.4, len(numbers), **how)
+    drawn, axes = figures.canvas(8, 3.6, len(numbers), **how)
     for number, panel in zip(numbers, axes[0], strict=True):
         for name in asked.algorithms:
-            colour, label = _STYLES[name]
+            colour, marker, label = _STYLES[name]
             means = [statistics.fmean(found[number, name, s]) for s in noisy]
-            panel.plot([cost[s] for s in noisy], means, ".-", color=colour, label=label)
+            look = {"color": colour, "marker": marker, "markersize": 4, "label": label}
+            panel.plot([cost[s] for s in noisy], means, **look)
             if 0.0 in asked.noise_multipliers:
                 level = statistics.fmean(found[number, name, 0.0])
                 panel.axhline(level, color=colour, linewidth=0.8, linestyle=":")
-        panel.set(xscale="log", title=f"{number} clients", xlabel="epsilon", ylim=(0, 100))
+        panel.set(xscale="log", xlabel="epsilon", ylim=(0, 100))
+        panel.set_title(f"{number} clients", fontsize="medium", loc="left")
     axes[0][0].set_ylabel("test accuracy, %")
-    drawn.suptitle(f"{asked.data.dataset} (dotted: clips only)", fontsize="medium")
-    figures.save_with_legend(drawn, asked.out / "private.png")
+    words = "accuracy over the privacy budget (dotted: uploads are clipped, without noise)"
+    drawn.suptitle(f"{figures.label(asked.data.dataset)}: {words}", fontsize="medium")
+    figures.save_with_legend(drawn, asked.out / "private.png", columns=2)
 
 
 main = studies.study(PROGRAM, __doc__, runs, _check, _report)

@@ -21,6 +21,7 @@ import fisherjax as fj
 from experiments.harness import (
     accuracies,
     commands,
+    figures,
     folders,
     limits,
     one_round,
@@ -77,7 +78,8 @@ def main(asked: Config, console: Console) -> None:
         folders.write_config(asked.out, asked, PROGRAM)
         accuracies.write_labels(asked.out, task.label_counts)
         records.write_rows(asked.out / records.RESULTS, rows, records.ONE_SHOT)
-        heading = f"{asked.dataset}, {asked.model}, {len(found.partition)} clients of a file"
+        both = f"{figures.label(asked.dataset)}, {figures.label(asked.model)}"
+        heading = f"{both}, {len(found.partition)} clients of a file"
         accuracies.report(asked, heading, rows, PROGRAM, console)
     if asked.reference.name == FILE:
         reported = ", ".join(f"{name} {value:.1f}" for name, value in AUTHORS.items())

@@ -18,7 +18,7 @@ from experiments.harness import commands, config, figures, folders, limits, reco
 from experiments.secure.runs import MEAN, OPEN, SKETCHED, Config, Measurement, measured
 
 PROGRAM = "experiments.secure"
-_COLOURS = ("#0b4f8a", "#d98200", "#4d7a1f", "#1a1a1a")
+_COLOURS = ("#0b4f8a", "#d98200", "#4d7a1f", "#1a1a1a")  # of the dampings
 
 
 @commands.command(PROGRAM, __doc__, Config.usual, limits.check_options, continues=False)
@@ -41,23 +41,27 @@ def _report(asked: Config, found: Sequence[Measurement], console: Console) -> No
         for w, k, d, a, e, s in found
     ]
     heading = f"{config.title(asked.data)}: merged from sums alone"
-    _draw(asked, found, heading)
+    _draw(asked, found)
     shown = [tables.Table(heading, headings, lines)]
     studies.report(asked, PROGRAM, shown, {"secure.png": "accuracy over terms"}, console)
 
 
-def _draw(asked: Config, found: Sequence[Measurement], heading: str) -> None:
-    drawn, panel = figures.canvas(4.4, 3.4, grid="both")
-    for damping, colour in zip(asked.dampings, _COLOURS, strict=False):
+def _draw(asked: Config, found: Sequence[Measurement]) -> None:
+    drawn, panel = figures.canvas(7.2, 3.8, grid="both")
+    looks = zip(asked.dampings, _COLOURS, figures.MARKERS, figures.LINES, strict=False)
+    for damping, colour, marker, line in looks:
         own = [one for one in found if one.damping == damping]
         percent = tables.gathered((one.way, 100 * one.accuracy) for one in own)
-        look = {"color": colour, "label": f"damping {damping:g}"}
-        panel.plot(asked.terms, percent[SKETCHED], "o-", **look)
-        panel.axhline(*percent[OPEN], color=colour, linewidth=0.8, linestyle=":")
-        panel.plot([1], percent[MEAN], "x", color=colour)
-    panel.set(xlabel="terms", ylabel="test accuracy, %", xticks=asked.terms)
-    drawn.suptitle(f"{heading}\n(dotted: openly; cross: mean factors)", fontsize="small")
-    figures.save_with_legend(drawn, asked.out / "secure.png")
+        words = f"damping {damping:g}"
+        look = {"color": colour, "marker": marker, "linestyle": line}
+        panel.plot(asked.terms, percent[SKETCHED], **look, label=f"sums, {words}")
+        panel.axhline(*percent[OPEN], color=colour, linewidth=1, linestyle=":")
+        one = {"color": colour, "linestyle": "", "markerfacecolor": "white", "marker": marker}
+        panel.plot([1], percent[MEAN], **one, label=f"mean factors, {words}")
+    panel.set(xlabel="terms of the sketch", ylabel="test accuracy, %", xticks=asked.terms)
+    words = "merged from sums of the clients' sketches (dotted: from open uploads)"
+    panel.set_title(f"{config.title(asked.data)}\n{words}", fontsize="medium", loc="left")
+    figures.save_with_legend(drawn, asked.out / "secure.png", columns=2)
 
 
 if __name__ == "__main__":

@@ -236,10 +236,14 @@ def _csv(setting: Setting, found: Found) -> str:
 
 
 def _draw(setting: Setting, found: Found, path: Path) -> None:
+    from matplotlib import patheffects
+
     ways = _ways(found)
-    figure, rows = figures.canvas(13, 5.6, len(ways), len(found), sharey=True, squeeze=False)
+    size, shared = (8, 2 * len(ways) + 0.6), {"sharex": "col", "sharey": True, "squeeze": False}
+    figure, rows = figures.canvas(*size, len(found), len(ways), **shared)
+    outlined = [patheffects.withStroke(linewidth=3, foreground="black")]
     shown: Any = None
-    for (grid, own), panels in zip(found.items(), rows, strict=True):
+    for (grid, own), panels in zip(found.items(), rows.T, strict=True):
         counts = np.array([count for count, _ in grids(setting)[grid]])
         for way, axes in zip(ways, panels, strict=True):
             look = {"cmap": "cividis", "vmin": 0.5, "vmax": 1, "shading": "nearest"}
@@ -248,16 +252,19 @@ def _draw(setting: Setting, found: Found, path: Path) -> None:
             # The theorem's boundary, with the constants 1 and 10 in place of "large".
             for constant, line in ((1, "-"), (10, "--")):
                 ratio = [(constant / _strength(setting, grid, m, 1.0)) ** 0.25 for m in counts]
-                axes.plot(range(len(counts)), ratio, line, color="white", linewidth=1.2)
+                how = {"color": "white", "linewidth": 1.4, "path_effects": outlined}
+                axes.plot(range(len(counts)), ratio, line, **how)
             axes.set_ylim(setting.ratios[0], setting.ratios[-1])
             axes.set_yscale("log")
             ticks = setting.ratios[:: max(1, len(setting.ratios) // 4)]
             axes.set_yticks(ticks, [f"{tick:.2g}" for tick in ticks])
             axes.minorticks_off()
-            axes.set_xticks(range(len(counts)), counts.tolist(), fontsize="x-small")
-            axes.set_title(_words(way).replace(", ", ",\n"), fontsize="small")
-            names = {"clients": "clients", "similar": f"of {setting.total} with the signal"}
-            axes.set_xlabel(names[grid], fontsize="small")
-        panels[0].set_ylabel("signal / noise")
-    figure.colorbar(shown, ax=rows, label="test accuracy", fraction=0.02)
+            axes.set_xticks(range(len(counts)), counts.tolist(), fontsize="small")
+            axes.set_title(_words(way), fontsize="medium", loc="left")
+        names = {"clients": "clients", "similar": f"clients of {setting.total} with the signal"}
+        panels[-1].set_xlabel(names[grid])
+    for axes in rows[:, 0]:
+        axes.set_ylabel("signal / noise")
+    words = "test accuracy (lines: the theorem's boundary with constant 1 and, dashed, 10)"
+    figure.colorbar(shown, ax=rows, label=words, location="bottom", fraction=0.02, pad=0.01)
     figures.save(figure, path)

@@ -206,7 +206,7 @@ def label(way: str) -> str:
 def look(way: str) -> dict[str, Any]:
     """Return the colour, the line style and the label of a merging method."""
     if way not in LOOKS:
-        return figures.style(way) | {"markersize": 4}
+        return figures.style(way)
     words, colour = LOOKS[way]
     return {"color": colour, "label": words, "linestyle": LINES.get(way, "-")}
 
@@ -224,38 +224,43 @@ def _csv(setting: Setting, found: Found) -> str:
 
 
 def _draw(setting: Setting, found: Found, path: Path) -> None:
-    figure, (left, middle, right) = figures.canvas(11.5, 4.2, columns=3, grid="both")
+    figure, panels = figures.canvas(8, 9.6, rows=3, grid="both")
+    first, second, third = panels
     for way, of in found.items():
-        _band(left, setting.points, of.loss, **look(way))
-    left.set_ylabel("loss of the merged network")
+        _band(first, setting.points, of.loss, **look(way))
     shown = found[f"descent_{SHOWN}"]
-    _band(middle, setting.points, shown.loss, color="#0b4f8a", label=label(f"descent_{SHOWN}"))
-    for term, (words, colour) in TERMS.items():
-        look_of = {"color": colour, "label": words, "linestyle": "--"}
-        _band(middle, setting.points, getattr(shown, term), **look_of)
-    middle.set_ylabel("its sources")
-    for term, (words, colour) in {
-        "distance": ("clients' distance from the start", "#0b4f8a"),
-        "furthest": ("furthest unit", "#57b894"),
-        "switched": ("share of gates that switch", "#c4501b"),
+    _band(second, setting.points, shown.loss, color="#0b4f8a", label="the whole loss", marker="o")
+    for (term, (words, colour)), marker in zip(TERMS.items(), "s^D", strict=True):
+        look_of = {"color": colour, "label": words, "linestyle": "--", "marker": marker}
+        _band(second, setting.points, getattr(shown, term), **look_of)
+    for term, (words, colour, marker) in {
+        "distance": ("clients' distance\nfrom the start", "#0b4f8a", "o"),
+        "furthest": ("furthest unit", "#57b894", "s"),
+        "switched": ("share of gates\nthat switch", "#c4501b", "^"),
     }.items():
-        _band(right, setting.points, getattr(shown, term), color=colour, label=words, marker="s")
+        _band(third, setting.points, getattr(shown, term), color=colour, label=words, marker=marker)
     # The theorem divides by the smallest eigenvalue. It is zero up to rounding, so the rank is
     # drawn instead.
     share = shown.rank / NUM_EXAMPLES
-    words = f"Gram matrix at the start: its rank / {NUM_EXAMPLES}"
-    _band(right, setting.points, share, color="#8b1e6b", label=words, marker="o")
-    right.set_ylabel("how far networks move")
-    for axes in (left, middle, right):
-        axes.set(xscale="log", yscale="log")
-        axes.set_xlabel("width" if setting.is_over_width else "local steps")
-        axes.set_xticks(setting.points, map(str, setting.points), rotation=45)
+    words = f"rank of the Gram\nmatrix at the start,\ndivided by {NUM_EXAMPLES}"
+    _band(third, setting.points, share, color="#8b1e6b", label=words, marker="D")
+    axis = "width" if setting.is_over_width else "local steps"
+    titles = (
+        f"loss of the merged network over the {axis} (medians of {setting.seeds} seeds, quartiles)",
+        f"where the loss of “{label(f'descent_{SHOWN}')}” comes from",
+        "how far networks move from their start",
+    )
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_title(title, fontsize="medium", loc="left")
+        axes.set(xscale="log", yscale="log", xlabel=axis)
+        axes.set_xticks(setting.points, map(str, setting.points))
         axes.minorticks_off()
-    figures.save_with_legend(figure, path, columns=4, fontsize="small")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    figures.save(figure, path)
 
 
 def _band(axes: Any, points: Sequence[int], values: np.ndarray, **look: Any) -> None:
     """Draw medians over seeds, with quartiles as a band."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1)
-    axes.plot(points, middle, **look)
+    axes.plot(points, middle, markersize=5, **look)
     axes.fill_between(points, low, high, color=look["color"], alpha=0.12, linewidth=0)

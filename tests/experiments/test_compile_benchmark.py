@@ -183,7 +183,8 @@ def test_seconds_are_stacked_a_bar_for_each_run():
     ends = [[bar.get_x() + bar.get_width() for bar in part] for part in panel.containers]
     assert ends[0] == [1.0, 1.1, 0.0]
     assert ends[-1] == pytest.approx([30.5, 20.3, 3.0])
-    assert [text.get_text().strip() for text in panel.texts] == ["7 programs", "7 programs", ""]
+    said = ["30.5 s, 7 programs", "20.3 s, 7 programs", "3.0 s"]
+    assert [text.get_text().strip() for text in panel.texts] == said
 
 
 def test_an_unknown_task_is_refused_with_those_that_are_like_it(tmp_path, capsys):

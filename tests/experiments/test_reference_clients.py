@@ -345,7 +345,7 @@ def test_any_file_leaves_what_one_shot_does(merged, tmp_path, capsys):
     names = [(row.algorithm, row.client) for row in rows]
     assert names == [("local", 0), ("local", 1), *((x, None) for x in ("ensemble", *FEW[1:]))]
     shown = capsys.readouterr().out
-    assert "mnist, lenet, 2 clients of a file" in shown
+    assert "MNIST, LeNet, 2 clients of a file" in shown
     assert "authors" not in shown  # this is not their file
 
     # The same again is the same, another number of examples is refused.

@@ -220,7 +220,7 @@ def test_numbers_are_rounded_for_reading():
 
 def test_a_title_says_how_the_data_are_split():
     said = config.title(Data(partition="niid_bench", beta=0.5))
-    assert said == "digits, mlp, 5 clients (niid_bench, beta 0.5)"
+    assert said == "digits, MLP, 5 clients (Dirichlet of each class, beta 0.5)"
 
 
 # Labels

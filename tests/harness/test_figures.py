@@ -2,10 +2,12 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from matplotlib import colors
+from PIL import Image
 
-from experiments.harness import figures
+from experiments.harness import choices, config, figures
 from experiments.harness.figures import REFERENCES, line_style, style
 from fisherjax.algorithms import METHODS, merges
 
@@ -75,3 +77,37 @@ def test_a_legend_names_everybody_once():
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg", "RegMean"]
     assert len(drawn.legends) == 1
     assert all(panel.get_legend() is None for panel in panels)
+
+
+def test_data_sets_and_networks_are_called_as_in_papers():
+    assert figures.label("mnist") == "MNIST"
+    assert figures.label("something else") == "something else"
+    assert figures._LABELS.keys() <= {*choices.DATASETS, *choices.MODELS, *config.OWNERS}
+
+
+def test_a_drawing_keeps_its_colours_and_has_two_hundred_dots_an_inch(tmp_path):
+    drawn, panel = figures.canvas(4, 2)
+    for place, name in enumerate(DRAWN):
+        panel.bar(place, 1, color=style(name)["color"])
+    figures.save(drawn, tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as picture:
+        assert (picture.size, picture.mode) == ((800, 400), "P")
+        found = {
+            colors.to_hex([c / 255 for c in rgb]) for _, rgb in picture.convert("RGB").getcolors()
+        }
+    assert {style(name)["color"] for name in DRAWN} | {"#ffffff"} <= found
+
+
+def test_a_photograph_keeps_all_its_colours(tmp_path):
+    drawn, panel = figures.canvas(2, 2)
+    panel.imshow(np.random.default_rng(0).random((200, 200, 3)), interpolation="nearest")
+    figures.save(drawn, tmp_path / "x.png")
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.mode == "RGB"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_panels_in_two_columns_are_as_wide_as_a_page(count):
+    drawn, panels = figures.in_two_columns(count, 2.0)
+    assert len(panels) == count == sum(panel.get_visible() for panel in drawn.axes)
+    assert drawn.get_figwidth() < 8
