@@ -1011,11 +1011,22 @@ def test_a_share_that_was_changed_is_blamed_on_its_sender():
         changed = {**getattr(answers[1], kind), owner: wrong}
         lies = [answers[0], again(answers[1], **{kind: changed}), *answers[2:]]
         said = f"shares of the {kind[:-1]} of client 3 .* those of clients \\[1\\] are wrong"
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(protocol.WrongShares, match=said) as found:
             finish(views, masked=masked, answers=lies)
+        assert found.value.clients == (1,)
         lies.pop(1)
         exact = sum(u + 1 for u in stayed)
         assert finish(views, masked=masked, answers=lies) == exact
+
+
+def test_one_who_shared_another_secret_than_it_published_is_named():
+    """Nobody who passes on its shares is blamed for that."""
+    views = Views(constant(1, 2, 3, 4, 5, length=1))
+    other = shares.split(bytes(keys.SECRET), views.setting.threshold, range(5), entropy())
+    lies = [again(x, seeds={**x.seeds, 3: other[x.client]}) for x in views.answers]
+    with pytest.raises(protocol.WrongShares, match="or client 3 shared another secret") as found:
+        finish(views, answers=lies)
+    assert found.value.clients == ()
 
 
 def test_keys_that_are_equal_as_points_are_one_key(played):

@@ -12,6 +12,7 @@ certificate is not kept, so that nobody can sign another: for other hosts, make 
 
 import dataclasses
 import datetime
+import importlib.util
 import ipaddress
 import os
 from pathlib import Path
@@ -62,6 +63,12 @@ def signing(folder: Path, node: int) -> Path:
     return folder / f"sums-{node}.key"
 
 
+def verifiers(folder: Path) -> list[str]:
+    """Return the public keys of secure sums, one for each node."""
+    path = folder / VERIFIERS
+    return path.read_text().splitlines() if path.exists() else []
+
+
 def _check(asked: Config) -> None:
     for option in ("nodes", "days"):
         commands.check(asked, option, "1 or more", lambda number: number >= 1)
@@ -69,6 +76,8 @@ def _check(asked: Config) -> None:
 
 @commands.command(PROGRAM, __doc__, Config, _check, continues=False, cached=False)
 def main(asked: Config, console: Console) -> None:
+    if importlib.util.find_spec("cryptography") is None:
+        raise ValueError("keys needs the package cryptography: pip install 'fisherjax[secure]'")
     asked.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not (asked.folder / CERTIFICATE).exists():
         _write_certificates(asked)
@@ -188,13 +197,12 @@ def _write_node(folder: Path, node: int) -> None:
 
 def _write_sums(folder: Path, nodes: int) -> None:
     """Add the keys of nodes that have none to the public ones, a line for each node."""
-    path = folder / VERIFIERS
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = verifiers(folder)
     for node in range(len(lines), nodes):
         own = os.urandom(sums.SECRET)
         _write(signing(folder, node), own)
         lines.append(sums.verifier(own).hex())
-    _write(path, "".join(f"{line}\n" for line in lines).encode())
+    _write(folder / VERIFIERS, "".join(f"{line}\n" for line in lines).encode())
 
 
 def _write(path: Path, data: bytes) -> None:

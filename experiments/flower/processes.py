@@ -65,35 +65,40 @@ def running(
         end(process)
 
 
-def end(process: subprocess.Popen, grace: float = _GRACE) -> None:
-    """End a program and everything that it started, also in sessions of their own.
+def end(*processes: subprocess.Popen, grace: float = _GRACE) -> None:
+    """End programs side by side, and all that they started, also in sessions of their own.
 
     Flower's superlink starts `flower-superexec`, and this the app; both outlive a superlink that is
     killed.
     """
-    started = descendants(process.pid)
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    started = descendants(*(each.pid for each in processes))
     limit = time.monotonic() + grace
+    for each in processes:
+        each.terminate()
+    _signal(started, signal.SIGTERM)
+    for each in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            each.wait(max(0.0, limit - time.monotonic()))
+        each.kill()
+        each.wait()
     while (left := started & alive()) and time.monotonic() < limit:
         time.sleep(0.1)
-    for pid, _ in left:
+    _signal(left, signal.SIGKILL)
+
+
+def _signal(processes: set[tuple[int, str]], number: signal.Signals) -> None:
+    for pid, _ in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
-def descendants(pid: int) -> set[tuple[int, str]]:
-    """Return what a process started, and what that started: numbers and times of beginning."""
+def descendants(*pids: int) -> set[tuple[int, str]]:
+    """Return what processes started, and what that started: numbers and times of beginning."""
     children: dict[int, list[tuple[int, str]]] = {}
     for own, parent, began in _listed():
         children.setdefault(parent, []).append((own, began))
     found: set[tuple[int, str]] = set()
-    left = [pid]
+    left = [*pids]
     while left:
         new = children.get(left.pop(), [])
         found.update(new)

@@ -87,11 +87,41 @@ def _check(asked: Config) -> None:
     commands.check(asked, "min_replies", expected, lambda n: 1 <= n <= asked.num_clients)
     for option in ("timeout", "connect", "max_weight", "secure_bound"):
         commands.check(asked, option, "0 or more", lambda x: x >= 0)
-    if asked.secure_bound and not asked.max_weight:
+    if not (asked.app / "pyproject.toml").exists():
+        raise ValueError(
+            f"--app is {asked.app}, which has no pyproject.toml; expected a copy of {APP}"
+        )
+    if asked.secure_bound:
+        _check_secure(asked)
+
+
+def _check_secure(asked: Config) -> None:
+    if not asked.max_weight:
         raise ValueError(
             "--secure-bound is given without --max-weight; expected the number of examples that "
             "weighs one in a secure sum"
         )
+    # Of a sum of two, each knows what the other sent.
+    commands.check(asked, "num_clients", "3 or more with --secure-bound", lambda n: n >= 3)
+    if asked.method not in (summed := _summed()):
+        raise ValueError(
+            f"--method is {asked.method}, which needs each client's update, so that no secure sum "
+            f"can hide them; expected one of {', '.join(summed)}, or no --secure-bound"
+        )
+    number = asked.num_clients if asked.keys is None else len(keys.verifiers(asked.keys))
+    if number < asked.num_clients:
+        raise ValueError(
+            f"--keys {asked.keys} has the keys of {number} nodes for secure sums, --num-clients is "
+            f"{asked.num_clients}: python -m experiments.flower keys {asked.keys} --nodes "
+            f"{asked.num_clients}"
+        )
+
+
+def _summed() -> list[str]:
+    """Return the methods whose updates add up."""
+    model = fj.Model(lambda _, x: x, fj.likelihoods.categorical)
+    names = (n for n in fj.algorithms.merges() if not fj.algorithms.required(n))
+    return [name for name in names if fj.algorithms.make(name, model).reduce is not None]
 
 
 @commands.command(PROGRAM, __doc__, Config, _check, all_cores=lambda _: False, cached=False)

@@ -5,7 +5,6 @@
 A machine that has only the wheel of fisherjax runs Flower's own command, which is printed.
 """
 
-import contextlib
 import dataclasses
 import json
 import shlex
@@ -46,6 +45,7 @@ class Config(links.Security):
 def _check(asked: Config) -> None:
     commands.check(asked, "nodes", "1 or more", lambda number: number >= 1)
     commands.check(asked, "first", "0 or more", lambda number: number >= 0)
+    commands.check(asked, "node_config", "KEY=VALUE", lambda entry: "=" in entry)
     links.check(asked)
 
 
@@ -78,21 +78,21 @@ def main(asked: Config, console: Console) -> None:
                 f"--keys {asked.keys} has no {keys.private(asked.keys, node).name}: copy it here, "
                 f"or make it with python -m experiments.flower keys {asked.keys} --nodes {node + 1}"
             )
-    with contextlib.ExitStack() as stack:
-        started = []
+    started: list[_Kept] = []
+    try:
         for node in nodes:
             processes.check_free("127.0.0.1", asked.port + node - asked.first)
             command = flower_command(asked, node)
             console.print(shlex.join(command), soft_wrap=True, style="dim")
             environment = processes.environment(asked.folder / f"node-{node}" / "flower")
-            kept = _Kept(f"node {node}", command, environment)
-            started.append(kept)
-            stack.callback(kept.end)
+            started.append(_Kept(f"node {node}", command, environment))
         console.print(f"Nodes {nodes[0]} to {nodes[-1]} are started.")
         while True:
             time.sleep(0.5)
             for kept in started:
                 kept.look(console)
+    finally:
+        processes.end(*(kept.process for kept in started))
 
 
 class _Kept:
@@ -107,11 +107,11 @@ class _Kept:
 
     def _start(self) -> None:
         self._began = time.monotonic()
-        self._process = processes.start(*self._how)
+        self.process = processes.start(*self._how)
 
     def look(self, console: Console) -> None:
         """Start the program again if it has ended; raise ValueError if it ends each time."""
-        if (status := self._process.poll()) is None:
+        if (status := self.process.poll()) is None:
             return
         self._tries = self._tries + 1 if time.monotonic() - self._began < _SHORT else 1
         if self._tries > _TRIES:
@@ -121,7 +121,3 @@ class _Kept:
         console.print(f"{self._name} ended with status {status}: it is started again.")
         time.sleep(1.0)
         self._start()
-
-    def end(self) -> None:
-        """End the program."""
-        processes.end(self._process)

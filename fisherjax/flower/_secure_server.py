@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import merging
 from fisherjax.algorithms.base import Algorithm, Update
@@ -152,8 +153,7 @@ def merge(
         if set(one.seeds) != set(stayed) or set(one.keys) != lost:
             request.leave_out(plan.clients[place], ValueError("its shares are of other clients"))
             del answers[place]
-    total = protocol.finish(agreed, roster, partners, masked.values(), answers.values())
-    found = fixed_point.decode(begun.encoding, total)
+    found = fixed_point.decode(begun.encoding, _unmasked(request, begun, masked, answers))
     sums = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), found, begun.like)
     clients = [plan.clients[place] for place in stayed]
     how = {"frozen": request.expected.frozen, "state": state, "key": key}
@@ -162,6 +162,23 @@ def merge(
     unknown = float("nan")
     arrived = [Arrived(place, request.expected, unknown, unknown) for place in clients]
     return Merged(*merged, arrived)
+
+
+def _unmasked(
+    request: Request, begun: Begun, masked: Mapping[int, Masked], answers: Mapping[int, Shares]
+) -> np.ndarray:
+    """Unmask the sum; leave out the answers with wrong shares, as long as the others tell them."""
+    told = begun.agreed, begun.roster, begun.partners, masked.values()
+    while True:
+        try:
+            return protocol.finish(*told, answers.values())
+        except protocol.WrongShares as error:
+            if not error.clients:
+                raise
+            for place in error.clients:
+                reason = ValueError("its shares of the others' secrets are wrong")
+                request.leave_out(begun.plan.clients[place], reason)
+            answers = {u: x for u, x in answers.items() if u not in error.clients}
 
 
 def messages(

@@ -103,6 +103,11 @@ def strategy(
     sequences = tuple(map(as_sequence, exchanges))
     if secure is not None:
         checks.count("secure.least", checked(secure).least, 2, most=cohort)
+        if secure.verifiers and len(secure.verifiers) < num_clients:
+            raise ValueError(
+                f"secure has {len(secure.verifiers)} verifiers for {num_clients} clients; expected "
+                "the public key of each client, by partition-id"
+            )
         for each in (algorithm, *chain(*sequences)):
             check_sums(each)
     for each in (algorithm, *chain(*sequences)):

@@ -3,7 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NoReturn
+from itertools import chain, combinations, islice
 
 import numpy as np
 
@@ -40,6 +40,19 @@ from fisherjax.secure_aggregation.messages import (
 )
 
 _PARTNER = "The partners have client"
+_TRIES = 1000  # sets of clients that are tried for those whose shares are wrong
+
+
+class WrongShares(ValueError):
+    """Shares that do not recover what their owner published.
+
+    Attributes:
+        clients: Clients whose shares are wrong; empty if the answers of the others do not tell.
+    """
+
+    def __init__(self, message: str, clients: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.clients = clients
 
 
 def roster(agreed: Setting, messages: Iterable[Keys]) -> dict[int, Keys]:
@@ -130,8 +143,9 @@ def finish(
 
     Raises:
         ValueError: If fewer clients answered than the threshold, so that the sum cannot be
-            unmasked; if a message comes from, or is about, a client that it cannot be; or if a
-            recovered secret is not the one that its owner published.
+            unmasked; or if a message comes from, or is about, a client that it cannot be.
+        WrongShares: If a recovered secret is not the one that its owner published. The sum goes on
+            without the answers of its `clients`.
     """
     agreed = checked_setting(agreed)
     roster = checked_roster(agreed, roster)
@@ -157,7 +171,7 @@ def finish(
         collected = {place: getattr(answer, kind)[owner] for place, answer in answered.items()}
         found = _recovered(collected, coefficients)
         if found is None or not is_right(found):
-            _blame(agreed, kind, owner, collected, is_right)
+            raise _blamed(agreed, kind, owner, collected, is_right)
         return found
 
     total = np.zeros(agreed.length, unsigned(agreed.bits))
@@ -199,23 +213,28 @@ def _recovered(collected: Mapping[int, bytes], coefficients: Mapping[int, int]) 
         return None
 
 
-def _blame(
+def _blamed(
     agreed: Setting,
     kind: str,
     owner: int,
     collected: Mapping[int, bytes],
     is_right: Callable[[bytes], bool],
-) -> NoReturn:
-    """Raise the error of shares that are wrong, naming who sent them if the others recover it."""
-    suspects = sorted(collected)
-    for place in suspects if len(collected) > agreed.threshold else ():
-        rest = {other: share for other, share in collected.items() if other != place}
-        found = _recovered(rest, shares.interpolation(list(rest)))
-        if found is not None and is_right(found):
-            suspects = [place]
-            break
-    raise ValueError(
+) -> WrongShares:
+    """Return the error of shares that are wrong, naming who sent them if the others recover it."""
+
+    def recovers(rest: set[int]) -> bool:
+        kept = {place: collected[place] for place in rest}
+        found = _recovered(kept, shares.interpolation(list(kept)))
+        return found is not None and is_right(found)
+
+    numbers = range(1, len(collected) - agreed.threshold + 1)
+    # One that lies is found among any number of clients, several that do among a few.
+    sets = islice(chain.from_iterable(combinations(sorted(collected), n) for n in numbers), _TRIES)
+    liars = next((x for x in sets if recovers(collected.keys() - set(x))), ())
+    return WrongShares(
         f"The shares of the {kind[:-1]} of client {owner} do not recover what it published: those "
-        f"of clients {suspects} are wrong, or client {owner} shared another secret; expected the "
-        "shares from its boxes. Leave out the answers that are wrong, if enough are left."
+        f"of clients {list(liars or sorted(collected))} are wrong, or client {owner} shared "
+        "another secret; expected the shares from its boxes. Leave out the answers that are wrong, "
+        "if enough are left.",
+        liars,
     )

@@ -54,6 +54,7 @@ from fisherjax.secure_aggregation._message_checks import (
     tagged,
 )
 from fisherjax.secure_aggregation._server import (
+    WrongShares,
     confirmed,
     deliver,
     finish,
@@ -76,6 +77,7 @@ from fisherjax.secure_aggregation.messages import (
 
 __all__ = [
     "Entropy",
+    "WrongShares",
     "accept",
     "advertise",
     "confirm",
@@ -279,17 +281,15 @@ def _begin(agreed: Setting, own: Client, stage: str) -> Setting:
 
 def _sent(own: Client, stage: str, message: Any, **received: Any) -> tuple[Client, Any]:
     """Return a client's state after a stage, and its message with a tag."""
-    message = tagged(own.signing, message)
     own.spent.add(stage)
-    return own._replace(stage=stage, **received), message
+    return own._replace(stage=stage, **received), tagged(own.signing, message)
 
 
 def _group(
     agreed: Setting, own: Client, places: Iterable[int], known: Iterable[int], stage: str
 ) -> tuple[int, ...]:
     """Return clients that the server names, sorted; raise if they cannot be those after a stage."""
-    what = f"Client {own.place} got the client"
-    found = checked_places(agreed, places, what)
+    found = checked_places(agreed, places, f"Client {own.place} got the client")
     check_enough(agreed, len(found), stage)
     if not {own.place} <= set(found) <= set(known):
         raise ValueError(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from experiments.flower import __main__ as flower
 from experiments.flower import keys, processes, proxy, report, submit, supernodes
+from experiments.flower.load import __main__ as measure
 from experiments.flower.load.app import task as load
 from experiments.flower.load.report import quotient
 from experiments.harness import folders, records
@@ -36,17 +37,61 @@ COMPOSE = Path(submit.APP).with_name("compose.yaml")
         ("run --insecure --superlink 127.0.0.1:1 --out DIR/run", "nothing answers at --superlink"),
         ("run --insecure --min-replies 3", "--min-replies is 3, expected 1 to the 2 clients"),
         ("run --insecure --secure-bound 10", "--secure-bound is given without --max-weight"),
+        (
+            "run --insecure --secure-bound 10 --max-weight 9",
+            "--num-clients is 2, expected 3 or more with --secure-bound",
+        ),
         ("run --insecure --secure-bound -1", "--secure-bound is -1.0, expected 0 or more"),
+        (
+            "run --insecure --secure-bound 10 --max-weight 9 --num-clients 3 --method fedlpa",
+            "--method is fedlpa, which needs each client's update, so that no secure sum can hide "
+            "them; expected one of fedavg,",
+        ),
+        (
+            "run --keys DIR/keys --secure-bound 10 --max-weight 9 --method fedavg --num-clients 3",
+            "has the keys of 2 nodes for secure sums, --num-clients is 3: python -m experiments",
+        ),
+        ("run --insecure --app DIR", "which has no pyproject.toml; expected a copy of"),
+        ("supernodes --insecure --node-config data", "--node-config is data, expected KEY=VALUE"),
+        (
+            "supernodes --insecure --superlink 127.0.0.1:USED --port USED",
+            "cannot be used at 127.0.0.1 (Address already in use",
+        ),
+        ("superlink --insecure --port USED", "cannot be used at 127.0.0.1 (Address already in use"),
         ("run --insecure --rounds 0", "--rounds is 0, expected 1 or more"),
         ("run --insecure --method fedavgg", "did you mean 'fedavg'"),
         ("run --insecure --dataset digit", "did you mean 'digits'"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(tmp_path, capsys, words, said):
-    assert flower.main(words.replace("DIR", str(tmp_path)).split()) == 1
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / keys.CA).touch()
+    (tmp_path / "keys" / keys.VERIFIERS).write_text("00\n11\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = words.replace("DIR", str(tmp_path)).replace("USED", str(server.getsockname()[1]))
+        assert flower.main(words.split()) == 1
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_a_load_whose_node_has_no_port_is_refused_in_one_line(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["--port", str(port - 2), "--nodes", "2", "--out", str(tmp_path)]
+        assert measure.main(words) == 1
+    assert f"--port is {port}, which cannot be used" in capsys.readouterr().err
+
+
+def test_programs_and_packages_that_are_missing_name_the_extra(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    assert keys.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        "error: keys needs the package cryptography: pip install 'fisherjax[secure]'\n"
+    )
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"not installed: pip install 'fisherjax\[flower\]'"):
+        processes.program("flower-of-nobody")
 
 
 def test_an_unknown_command_is_refused_with_those_that_exist(capsys):
@@ -229,6 +274,68 @@ def test_rows_without_the_model_are_no_finished_run(tmp_path, capsys):
     words = ["run", "--insecure", "--rounds", "1", "--out", str(tmp_path)]
     assert flower.main([*words, "--superlink", "127.0.0.1:1"]) == 1
     assert "nothing answers at --superlink" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--method fedavg", "method was fedfisher_kfac, is fedavg"),
+        ("--num-clients 3", "num_clients was 2, is 3"),
+        ("--max-weight 9", "max_weight was 0.0, is 9.0"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused_in_one_line(tmp_path, capsys, words, said):
+    asked = submit.Config(insecure=True, out=tmp_path)
+    folders.begin(asked, submit.PROGRAM, Console(), "")
+    row = report.row_of({"round": 0, "clients": 2, "left_out": {}, "accuracy": 0.9})
+    records.write_rows(tmp_path / records.RESULTS, [row], report.Round._fields)
+    assert flower.main(["run", "--insecure", "--out", str(tmp_path), *words.split()]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Choose another --out" in error
+    assert error.count("\n") == 1
+
+
+def test_a_server_refuses_the_state_of_another_run_and_goes_on_from_none(tmp_path, monkeypatch):
+    pytest.importorskip("flwr.app")
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app import saved
+
+    config = submit.app_config(submit.Config(insecure=True))
+
+    def hold(**changes):
+        with saved.locked(tmp_path, config | changes):
+            pass
+
+    hold()
+    hold(algorithm="fedavg")  # no round was saved
+    (tmp_path / saved.STATE).touch()
+    hold(algorithm="fedavg", rounds=9, timeout=1.0)
+    for changes in ({}, {"algorithm": "fedavg", "num-clients": 3}):
+        with pytest.raises(ValueError, match=r"is of another run .* choose another folder"):
+            hold(**changes)
+    with (
+        saved.locked(tmp_path, config | {"algorithm": "fedavg"}),
+        pytest.raises(ValueError, match="another run writes to"),
+    ):
+        hold(algorithm="fedavg")
+
+
+def test_an_app_whose_configuration_is_wrong_says_what_was_expected(tmp_path, monkeypatch):
+    pytest.importorskip("flwr.app")
+    monkeypatch.syspath_prepend(str(submit.APP))
+    from fisherjax_app import server_app
+
+    config = submit.app_config(submit.Config(insecure=True))
+    for name, value, said in [
+        ("folder", "", "the run has no folder for its state; expected one"),
+        ("algorithm", "fedavgg", "did you mean|nearest|fedavg"),
+        ("dataset", "digit", "digits"),
+        ("min-replies", 3, "min_replies is 3"),
+    ]:
+        wrong = config | {"folder": str(tmp_path / name)} | {name: value}
+        with pytest.raises(ValueError, match=said):
+            server_app.app(None, SimpleNamespace(run_config=wrong))
 
 
 @pytest.mark.parametrize("size", [0.35, 3.5, 20])

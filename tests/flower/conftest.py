@@ -1,6 +1,7 @@
 """A small federation, over Flower within this process and in simulation."""
 
 import contextlib
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import fisherjax as fj
 # One size for all clients, so that they share programs; simulation pads nothing either.
 CLIENTS, SIZE = 3, 8
 KEY = jax.random.key(3)
+STAGES = ("advertise", "share", "accept", "mask", "confirm", "unmask")
+"""Stages of a secure sum whose messages are signed, at each of which clients send one."""
 
 
 class World(NamedTuple):
@@ -115,3 +118,45 @@ def distance(one, other):
     """Return the largest difference between two models."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(float(jnp.abs(x - y).max()) for x, y in pairs)
+
+
+@pytest.fixture(scope="session")
+def terms(flower):
+    """Terms of sums in which a client of SIZE examples weighs one."""
+    return flower.Secure(bound=1000.0, most_examples=SIZE)
+
+
+def signed(terms, number):
+    """Return terms of signed sums for the server, and the function of the clients."""
+    own = [os.urandom(32) for _ in range(number)]
+    terms = terms._replace(verifiers=tuple(map(fj.secure_aggregation.keys.verifier, own)))
+    return terms, lambda node: terms._replace(signing=own[node.node_config["partition-id"]])
+
+
+def stage_of(message):
+    about = message.content["fisherjax"]
+    return about.get("stage", "mask" if "partners" in about else message.metadata.message_type)
+
+
+@pytest.fixture
+def runs(world, flower, tmp_path):
+    """Run rounds with clients of unequal sizes, whose app a function may change."""
+
+    def load(context):
+        place = context.node_config["partition-id"]
+        rows = np.arange(place, len(world.inputs), 4)[: 3 + place % 3]
+        return world.inputs[rows], world.targets[rows]
+
+    def run(algorithm, number, *, secure=None, own="same", change=lambda app: app, **more):
+        rounds, own = more.pop("rounds", 1), secure if own == "same" else own
+        how = {"params": world.params, "batch_size": SIZE, "folder": tmp_path / str(id(change))}
+        how["exchanges"] = more.get("exchanges", ())
+        client = flower.client_app(algorithm, MODEL, SGD, load, secure=own, **how)
+        given = {"example": world.example, "num_clients": number, "key": KEY, "secure": secure}
+        server = flower.strategy(algorithm, MODEL, world.params, **given, **more)
+        reports = []
+        grid = flower.InProcess(change(client), number)
+        server.run(grid, rounds, lambda _, report: reports.append(report))
+        return server.state, reports
+
+    return run

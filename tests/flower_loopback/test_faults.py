@@ -8,11 +8,9 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ import pytest
 import fisherjax as fj
 from experiments.flower import keys, processes, submit
 from experiments.flower.proxy import Proxy
+from tests.flower_loopback.commands import Command, free_port, until
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="signals of Unix")]
 
@@ -65,36 +64,6 @@ class Outcome(NamedTuple):
     rows: list[dict[str, Any]]
     intruders: dict[str, tuple[int, str]]  # exit statuses and output
     left: set[str]  # programs that outlived the scenario
-
-
-class Command:
-    """A command of experiments.flower in a process of its own."""
-
-    def __init__(self, log: Path, *words: object) -> None:
-        self.log = log
-        command = [sys.executable, "-m", "experiments.flower", *map(str, words)]
-        with open(log, "a") as output:
-            self.process = processes.start(command, os.environ, output)
-
-    def says(self, words: str, seconds: float = 120) -> None:
-        until(lambda: words in self.log.read_text() or self.process.poll() is not None, seconds)
-        assert words in self.log.read_text(), self.log.read_text()
-
-    def status(self, seconds: float = 240) -> int:
-        return self.process.wait(seconds)
-
-
-def until(met: Callable[[], Any], seconds: float) -> None:
-    limit = time.monotonic() + seconds
-    while not met():
-        assert time.monotonic() < limit, "waited for too long"
-        time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def record(folder: Path) -> None:

@@ -78,7 +78,8 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
     folder.mkdir()
     link = superlink.Config(insecure=True, port=asked.port, folder=folder / "superlink")
     link.folder.mkdir()
-    processes.check_free(link.host, link.port)
+    for port in range(asked.port, asked.port + nodes + 1):
+        processes.check_free(link.host, port)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(folder / "flower.log", "w"))
         environment = processes.environment(folder / "superlink" / "flower")
@@ -86,6 +87,8 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
         process = stack.enter_context(processes.running(command, environment, log))
         processes.wait_for(link.host, link.port, process)
         proxy = stack.enter_context(Proxy(link.host, link.port))
+        started: list[subprocess.Popen] = []
+        stack.callback(lambda: processes.end(process, *started))
         for node in range(nodes):
             # Flower sends equal bytes once.
             path = (folder / f"upload-{node}.safetensors").absolute()
@@ -104,7 +107,7 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
             # As in a second process of a client, programs are there.
             environment["JAX_COMPILATION_CACHE_DIR"] = str((folder / "programs").absolute())
             environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-            stack.enter_context(processes.running(command, environment, log))
+            started.append(processes.start(command, environment, log))
         yield proxy, process.pid
 
 
@@ -142,8 +145,11 @@ def _run(asked: Any, unit: tuple) -> list[dict[str, float]]:
     security = links.Security(insecure=True)
     environment = links.connection(folder / "cli", f"127.0.0.1:{asked.port}", security)
     command = [processes.program("flwr"), "run", str(app), "fisherjax", "--stream"]
-    with open(folder / "run.log", "w") as log:
-        subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    with (
+        open(folder / "run.log", "w") as log,
+        processes.running(command, environment, log) as process,
+    ):
+        process.wait()
     if not record.exists():
         said = (folder / "run.log").read_text()[-3000:]
         raise ValueError(f"a run of {strategy} failed:\n{said}")

@@ -50,7 +50,8 @@ def locked(folder: Path, config: Mapping[str, Any]) -> Iterator[None]:
 
 def _check_same(folder: Path, config: dict[str, Any]) -> None:
     path = folder / CONFIG
-    if not path.exists():
+    # A run of which no round was saved leaves nothing to go on from.
+    if not path.exists() or not (folder / STATE).exists():
         _replace(path, json.dumps(config, indent=2))
         return
     before = json.loads(path.read_text())
