@@ -73,6 +73,20 @@ def test_what_is_no_availability_is_refused(federation, availability, cohort, me
         play(availability, federation, cohort)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -1.0])
+def test_chances_of_a_later_round_are_checked_before_the_first(federation, wrong):
+    later = lambda number: jnp.ones(4).at[2].set(jnp.where(number == 7, wrong, 1))  # noqa: E731
+    with pytest.raises(ValueError, match=r"for round 7; expected a finite number, zero or more"):
+        play(later, federation, 2, 9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [np.array, list])
+def test_chances_may_be_any_array(federation, kind):
+    found = play(lambda number: kind([1.0, 0, 0, 1]), federation, 2)
+    assert [done.cohort.tolist() for _, done in found] == [[0, 3], [0, 3]]
+
+
 def test_availability_is_a_function():
     with pytest.raises(TypeError, match="availability is"):
         rounds.federated(MODEL, FEDAVG, cohort=1, availability=np.ones(4), **HOW)

@@ -1,5 +1,6 @@
 """Clients on disk: small files of each form, written here without the library, and damaged ones."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -108,6 +109,16 @@ def test_a_cap_takes_the_first_examples_or_draws_other_ones_by_the_seed(emnist_d
     assert drawn[3] == clients.read(0, 4, 3)[1].tolist()
 
 
+def test_a_client_without_more_than_the_cap_is_read_in_order_whatever_the_seed(tmp_path):
+    """Rounds of clients on disk then have the minibatches of those in memory."""
+    datasets.group([("a", f"text {k}") for k in range(9)], tmp_path, shards=1)
+    clients = datasets.texts(tmp_path, context=4)
+    whole = clients.read(0)[0]
+    np.testing.assert_array_equal(clients.read(0, len(whole), seed=1)[0], whole)
+    capped = [clients.read(0, len(whole) - 1, seed)[0].tolist() for seed in range(4)]
+    assert len({str(own) for own in capped}) == 4  # fewer texts than the cap do not fix them
+
+
 # Texts
 
 
@@ -128,6 +139,17 @@ def test_another_tokenizer_gives_its_own_tokens(tmp_path):
     encode = lambda text: np.array([len(word) for word in text.split()], np.int32)  # noqa: E731
     inputs, targets = datasets.texts(tmp_path / "a.sqlite", context=1, encode=encode).read(0)
     assert (inputs.tolist(), targets.tolist()) == ([[3], [3]], [[3], [5]])
+
+
+def test_tokens_stay_integers_where_a_tokenizer_returns_lists(tmp_path):
+    """A list without tokens, as of an empty text, is an array of floats."""
+    write(tmp_path / "a.sqlite", {"x": [record(text="one two three")], "y": [record(text=" ")]})
+    encode = lambda text: [len(word) for word in text.split()]  # noqa: E731
+    clients = datasets.texts(tmp_path / "a.sqlite", context=1, encode=encode)
+    assert [clients.read(k)[0].dtype for k in range(2)] == [np.int32, np.int32]
+    halves = datasets.texts(tmp_path / "a.sqlite", encode=lambda text: [0.5] * len(text))
+    with pytest.raises(ValueError, match=r"client 'x'.*encode returned float64\[13\]; expected"):
+        halves.read(0)
 
 
 PAGES = {
@@ -293,6 +315,38 @@ def test_records_of_another_data_set_are_named(tmp_path):
         datasets.texts(tmp_path / "other.sqlite").read(0)
 
 
+@pytest.mark.parametrize(
+    ("features", "words"),
+    [
+        ({"pixels": [200.0] * 784, "label": 3}, "784 pixels; expected 784 from 0 to 1"),
+        ({"pixels": [float("nan")] * 784, "label": 3}, "expected 784 from 0 to 1"),
+        ({"pixels": [1.0] * 783, "label": 3}, "783 pixels; expected 784"),
+        ({"pixels": "x", "label": 3}, "'pixels' of a record is a bytes_list; expected a float_li"),
+        ({"pixels": [1.0] * 784, "label": [3.5]}, "'label' of a record is a float_list"),
+        ({"pixels": [1.0] * 784, "label": 62}, r"label \[62\]; expected one from 0 to 61"),
+    ],
+)
+def test_images_of_another_scale_are_refused_instead_of_read_as_others(tmp_path, features, words):
+    write(tmp_path / "emnist_all.sqlite", {"a": [record(**features)]}, "all_train")
+    with pytest.raises(ValueError, match=rf"client 'a' of .*emnist_all.sqlite.*{words}"):
+        datasets.emnist(tmp_path).read(0)
+
+
+def test_numbers_are_no_text(tmp_path):
+    write(tmp_path / "a.sqlite", {"x": [record(text=5)]})
+    with pytest.raises(ValueError, match=r"'text' of a record is a int64_list; expected a bytes"):
+        datasets.texts(tmp_path / "a.sqlite").read(0)
+
+
+def test_a_shard_that_was_replaced_is_named(tmp_path):
+    (file,) = datasets.group(shuffled_pages(), tmp_path, shards=1)
+    clients = datasets.texts(tmp_path)
+    file.unlink()
+    datasets.group([("z", "one")], tmp_path, shards=1)
+    with pytest.raises(ValueError, match=r"00000-of-00001.sqlite.*has changed, and row 2 is gone"):
+        [*map(clients.name, range(3))]
+
+
 def test_wrong_places_splits_and_folders_are_named(emnist_dir, tmp_path):
     clients = datasets.emnist(emnist_dir)
     with pytest.raises(IndexError, match="client"):
@@ -326,6 +380,10 @@ def test_grouping_refuses_no_records_and_a_folder_in_use(tmp_path):
         ('{"text": "x"}', "line 2: there is no 'url'"),
         ('{"text": "x", "url": "/a"}', "line 2: the URL '/a' has no host"),
         ('{"url": "https://a.b/c"}', "line 2: there is no 'text'"),
+        ('{"url": "https://a.b/c", "text": ["x"]}', "line 2: 'text' is .*; expected a text"),
+        ('{"url": 5, "text": "x"}', "line 2: 'url' is 5; expected a text"),
+        ('{"domain": 5, "text": "x"}', "line 2: 'domain' is 5; expected a text"),
+        ('{"domain": "a", "text": "\\ud800"}', "line 2: .*surrogates not allowed"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, words):
@@ -346,3 +404,47 @@ def test_a_shard_that_was_cut_is_named(c4_files, cc_news):
             list(read(path))
     with pytest.raises(FileNotFoundError):
         list(datasets.c4_pages([c4_files[0].with_name("none.json.gz")]))
+    with pytest.raises(TypeError, match=r"files is '.*'; expected several, such as \['"):
+        next(datasets.c4_pages(c4_files[0]))
+
+
+def test_an_empty_shard_is_named(tmp_path):
+    (tmp_path / "c4.json.gz").touch()  # reads as no line, also in gzip
+    with pytest.raises(ValueError, match=r"c4.json.gz, at line 0: the file has no line"):
+        list(datasets.c4_pages([tmp_path / "c4.json.gz"]))
+
+
+def test_no_archive_loses_articles_without_a_word(cc_news, tmp_path):
+    """Cut at every block, also between two articles, or with a header that is not sound."""
+    content = gzip.decompress(cc_news.read_bytes())
+    path = tmp_path / "cut.tar"
+    for cut in range(0, len(content) // 512 * 512, 512):
+        path.write_bytes(content[:cut])
+        with contextlib.suppress(ValueError):
+            assert list(datasets.cc_news_pages(path)) == shuffled_pages()
+    second = content.index(b"cc_download", 512)
+    path.write_bytes(content[:second] + b"x" + content[second + 1 :])
+    with pytest.raises(ValueError, match=r"cut.tar, at .*cut or damaged"):
+        list(datasets.cc_news_pages(path))
+
+
+def test_the_checksum_of_a_compressed_archive_is_read(cc_news):
+    content = bytearray(cc_news.read_bytes())
+    content[-5] ^= 1
+    cc_news.write_bytes(content)
+    with pytest.raises(ValueError, match=r"cc_news.tar.gz, at .*"):
+        list(datasets.cc_news_pages(cc_news))
+
+
+def test_a_link_in_an_archive_is_no_article(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        member = tarfile.TarInfo("b.json")
+        member.type, member.linkname = tarfile.SYMTYPE, "../../elsewhere.json"
+        archive.addfile(member)
+    assert list(datasets.cc_news_pages(tmp_path / "a.tar")) == []
+
+
+@pytest.mark.parametrize("pair", [(None, "x"), ("a", None), (5, "x")])
+def test_what_is_no_text_is_not_grouped(tmp_path, pair):
+    with pytest.raises(TypeError, match=r"a record is .*; expected the name of its client"):
+        datasets.group([pair], tmp_path, shards=1)

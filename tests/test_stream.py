@@ -68,6 +68,28 @@ def test_rounds_are_those_of_the_data_in_memory(method):
 
 
 @pytest.mark.long
+def test_rounds_of_files_are_those_of_the_data_in_memory(tmp_path):
+    pages = [(f"{client}.org", "ab" * (3 + client + k)) for client in range(5) for k in range(3)]
+    fj.datasets.group(pages, tmp_path, shards=2)
+    decoded = fj.datasets.texts(tmp_path, context=3)
+    pairs = [decoded.read(k) for k in range(5)]
+    pairs = [(x.astype(np.float32), (y[:, 0] == 97).astype(np.int32)) for x, y in pairs]
+
+    def read(client, most=None, seed=None):
+        inputs, targets = decoded.read(client, most, seed)
+        return inputs.astype(np.float32), (targets[:, 0] == 97).astype(np.int32)
+
+    source = decoded._replace(read=read)
+    own = experiment()
+    how = {"key": KEY, "rounds": 3}
+    state = own.init(START, 5)
+    whole = fj.rounds.run(own, state, fj.clients.federation(pairs), **how)
+    most = max(len(y) for _, y in pairs)
+    for (one, _), (other, _) in zip(whole, streamed(source, rounds=3, most=most), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.long
 def test_all_rounds_share_a_program(caplog):
     """Cohorts with other numbers of examples have arrays of the same shapes."""
     pairs = clients_of([1, 2, 3, 4, 5, 6, 7, 8])
@@ -133,6 +155,13 @@ def test_a_cap_draws_other_examples_in_every_round():
 def test_what_cannot_run_is_refused_by_the_call(how, words):
     with pytest.raises(ValueError, match=words):
         streamed(source_of(clients_of()), **how)
+
+
+def test_a_source_that_reads_more_than_it_is_asked_for_is_named():
+    source = source_of(clients_of())
+    greedy = source._replace(read=lambda client, most, seed: source.read(client))
+    with pytest.raises(ValueError, match=r"returned \d examples of client 'client \d'; .* most 2"):
+        streamed(greedy, most=2, cohort=6)
 
 
 def test_a_federation_is_no_source():

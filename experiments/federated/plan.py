@@ -25,14 +25,19 @@ class Unit(NamedTuple):
     @property
     def name(self) -> str:
         """The name of its files."""
-        rate = f"{self.server_learning_rate:g}"
-        own = "" if self.learning_rate is None else f"-local{self.learning_rate:g}"
+        rate = _digits(self.server_learning_rate)
+        own = "" if self.learning_rate is None else f"-local{_digits(self.learning_rate)}"
         return f"{self.algorithm}-{self.local_epochs}epochs-server{rate}{own}-seed{self.seed}"
 
     @property
     def cell(self) -> Cell:
         """Its learning rates."""
         return Cell(self.server_learning_rate, self.learning_rate)
+
+
+def _digits(rate: float) -> str:
+    """Return all digits of a rate, so that no two units share a name."""
+    return repr(float(rate)).removesuffix(".0")
 
 
 class Step(NamedTuple):

@@ -16,7 +16,7 @@ import fisherjax as fj
 from experiments.federated import grid, plan, trackers
 from experiments.federated.plan import FRACTIONS, Step, Unit, measured, number
 from experiments.federated.tasks import Rounds
-from experiments.harness import checkpoints, records, tasks
+from experiments.harness import checkpoints, records, tables, tasks
 from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from fisherjax.metrics import Performance
@@ -106,7 +106,8 @@ def run(
     found = checkpoints.restore(folder, state, warn)
     if found is not None:
         state, rows = found.state, [records.Row(*row) for row in found.rows]
-        if found.number < last:  # the last round of a folder that goes on had more measurements
+        # The last round of a folder that goes on had more measurements.
+        if found.number < last and not plan.stopped(config, rows):
             rows = [row for row in rows if _during(config, row)]
         if _lacks(config, unit, found.number, rows):  # it was measured at other rounds
             shutil.rmtree(folder)
@@ -119,6 +120,9 @@ def run(
         left = 0
     going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
     with trackers.tracker(config.tracker, config.out / "tracked", unit.name) as log:
+        # A tracker begins anew, and a run that goes on has rounds behind it.
+        for count, before in tables.gathered((row.round, row) for row in rows).items():
+            log(count, {_words(row): row.value for row in before})
         for state, done in going:
             count = int(state.number)
             if left_out := done.left_out.by_client(done.cohort):

@@ -30,7 +30,8 @@ def load(name: str, data_dir: str | os.PathLike | None = None) -> tuple[Dataset,
     if path is None:
         return fj.datasets.load(name, data_dir)
     # A file that another program damaged is written again.
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    damages = OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile
+    with contextlib.suppress(*damages):
         with open(path, "rb") as file, np.load(file) as kept:
             made = tuple(
                 _dataset(name, {key: kept[f"{part}.{key}"] for key in Dataset._fields[:-1]})

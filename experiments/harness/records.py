@@ -169,6 +169,7 @@ def frame(out: Path) -> dict[str, list[Any]]:
         raise FileNotFoundError(f"{out} has no {RESULTS}: expected the folder of a run, its --out")
     lines, _ = read_units(path)
     names, *rows = csv.reader(lines)
+    rows = [row for row in rows if len(row) == len(names)]
     columns = zip(*rows, strict=True) if rows else ((),) * len(names)
     return {name: _column(cells) for name, cells in zip(names, columns, strict=True)}
 

@@ -9,7 +9,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from fisherjax._core import checks
@@ -27,6 +27,8 @@ CREATE INDEX idx_examples_client_id_split ON examples (split_name, client_id);
 INSERT INTO client_metadata
     SELECT client_id, split_name, COUNT(*) FROM examples GROUP BY split_name, client_id;
 """
+
+_DAMAGES = EOFError, zlib.error, gzip.BadGzipFile, KeyError, ValueError
 
 
 def group(
@@ -52,6 +54,7 @@ def group(
 
     Raises:
         FileExistsError: If the folder has shards.
+        TypeError: If a name or a text is no text.
         ValueError: If there is no record, or the number of shards is below 1.
 
     Example:
@@ -81,6 +84,11 @@ def group(
         is_empty = True
         for client, text in records:
             is_empty = False
+            if not (isinstance(client, str) and isinstance(text, str)):
+                raise TypeError(
+                    f"a record is ({client!r:.40}, {text!r:.40}); expected the name of its client "
+                    "and a text"
+                )
             row = split, client, _records.of_text("text", text)
             own = bases[zlib.crc32(client.encode()) % shards]
             own.execute("INSERT INTO examples VALUES (?, ?, ?)", row)
@@ -110,19 +118,24 @@ def c4_pages(files: Iterable[str | os.PathLike]) -> Iterator[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: If a shard does not exist.
-        ValueError: If a shard is damaged, or a line has no domain or no text; named by its number.
+        ValueError: If a shard is damaged or has no line, or a line has no domain or no text; named
+            by its number.
 
     Source: Raffel et al., Exploring the Limits of Transfer Learning, JMLR 2020. By domain:
     Charles et al., Towards Federated Foundation Models, NeurIPS 2023.
     """
+    if isinstance(files, (str, os.PathLike)):
+        raise TypeError(f"files is {str(files)!r}; expected several, such as [{str(files)!r}]")
     for file in map(Path, files):
-        number, opened = 0, gzip.open if file.suffix == ".gz" else open
+        number = 0
         try:
-            with opened(file, "rt", encoding="utf-8") as lines:
+            with _decompressed(file) as lines:
                 for line in lines:
                     number += 1
                     yield _page(json.loads(line), "text", "domain")
-        except (EOFError, zlib.error, gzip.BadGzipFile, KeyError, ValueError) as error:
+            if not number:
+                raise ValueError("the file has no line")
+        except _DAMAGES as error:
             raise ValueError(f"{file}, at line {number}: {_described(error)}") from error
 
 
@@ -147,23 +160,53 @@ def cc_news_pages(archive: str | os.PathLike) -> Iterator[tuple[str, str]]:
     """
     name = "its beginning"
     try:
-        with tarfile.open(archive, "r|*") as members:
-            for member in members:
-                name = member.name
-                file = members.extractfile(member) if name.endswith(".json") else None
-                if file is not None:
-                    yield _page(json.loads(file.read()), "maintext", "source_domain")
-    except (EOFError, zlib.error, tarfile.TarError, KeyError, ValueError) as error:
+        with _decompressed(Path(archive)) as content:
+            with tarfile.open(fileobj=content, mode="r|*", tarinfo=_Member) as members:
+                for member in members:
+                    name = repr(member.name)
+                    if member.isreg() and member.name.endswith(".json"):
+                        file: Any = members.extractfile(member)
+                        yield _page(json.loads(file.read()), "maintext", "source_domain")
+            # The checksum of a compressed file is at its end, behind that of the archive.
+            while content.read(2**20):
+                pass
+    except (*_DAMAGES, tarfile.TarError) as error:
         raise ValueError(f"{archive}, at {name}: {_described(error)}") from error
+
+
+class _Member(tarfile.TarInfo):
+    """A member of an archive whose headers are all sound; tarfile stops at one that is not."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes, encoding: str, errors: str) -> tarfile.TarInfo:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if buf == bytes(tarfile.BLOCKSIZE):
+                raise  # the end of the archive
+            raise tarfile.ReadError(f"the archive is cut or damaged ({error})") from error
+
+
+def _decompressed(file: Path) -> IO[bytes]:
+    """Open a file, which is compressed if its name says so."""
+    return cast("IO[bytes]", gzip.open(file) if file.suffix == ".gz" else open(file, "rb"))
 
 
 def _page(page: Any, text: str, domain: str) -> tuple[str, str]:
     if not isinstance(page, dict):
         raise ValueError(f"expected a JSON object, not {page!r:.40}")
-    own = page.get(domain) or urlsplit(page["url"]).hostname
+    own = page.get(domain) or urlsplit(_text("url", page["url"])).hostname
     if not own:
         raise ValueError(f"the URL {page['url']!r} has no host")
-    return own, page[text] or ""
+    return _text(domain, own), _text(text, page[text])
+
+
+def _text(name: str, value: str | None) -> str:
+    """Return the text of a field, "" for null."""
+    if not isinstance(value, str | None):
+        raise ValueError(f"{name!r} is {value!r:.40}; expected a text")
+    (value or "").encode()  # half a surrogate pair is no text, which only JSON can write
+    return value or ""
 
 
 def _described(error: Exception) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -148,8 +149,12 @@ def _tff(name: str, data_dir: str | os.PathLike | None) -> Path:
 def _characters(records: Iterable[bytes], most: int | None) -> tuple[np.ndarray, np.ndarray]:
     pixels, labels = [], []
     for record in itertools.islice(records, most):
-        image, label = _records.parse(record, ("pixels", "label"))
-        pixels.append(image.reshape(28, 28, 1))
+        image, label = _records.parse(record, {"pixels": "float_list", "label": "int64_list"})
+        if image.shape != (784,) or not (abs(image - 0.5) <= 0.5).all():
+            raise ValueError(f"an image has {image.size} pixels; expected 784 from 0 to 1")
+        if label.shape != (1,) or not 0 <= label[0] < 62:
+            raise ValueError(f"an image has the label {label}; expected one from 0 to 61")
+        pixels.append(image)
         labels.append(label[0])
     images = np.rint(255 * np.reshape(pixels, (-1, 28, 28, 1))).astype(np.uint8)
     return images, np.array(labels, np.int32)
@@ -158,14 +163,14 @@ def _characters(records: Iterable[bytes], most: int | None) -> tuple[np.ndarray,
 def _windows(feature: str, context: int, encode: Callable[[str], np.ndarray] | None):
     checks.count("context", context)
     tokens = utf8 if encode is None else encode
+    none = _integers(tokens(""))[:0]
 
     def decode(records: Iterable[bytes], most: int | None) -> tuple[np.ndarray, np.ndarray]:
         wanted = math.inf if most is None else most * context + 1
-        parts, length = [tokens("")[:0]], 0
+        parts, length = [none], 0
         for record in records:
-            (text,) = _records.parse(record, (feature,))
-            # An empty text has an empty list of floats.
-            numbers = tokens(bytes(text).decode()) if len(text) else parts[0]
+            (text,) = _records.parse(record, {feature: "bytes_list"})
+            numbers = _integers(tokens(text.decode())) if text else none
             parts.append(numbers)
             length += len(numbers)
             if length >= wanted:
@@ -174,3 +179,15 @@ def _windows(feature: str, context: int, encode: Callable[[str], np.ndarray] | N
         return inputs[:most], targets[:most]
 
     return decode
+
+
+def _integers(tokens: Any) -> np.ndarray:
+    """Return tokens as an array of integers, at most 32 bits wide."""
+    found = np.asarray(tokens)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise ValueError(
+            f"encode returned {found.dtype}{list(found.shape)}; expected the tokens of one text, "
+            "integers [n], such as numpy.array(numbers, numpy.int32)"
+        )
+    # A list without tokens is one of floats.
+    return found if found.dtype.itemsize < 4 else found.astype(np.int32)

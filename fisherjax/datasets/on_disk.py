@@ -30,8 +30,9 @@ class ByClient(NamedTuple):
         sizes: The number of records of each client, integers [M].
         name: Function of a client's place from 0 to M - 1 that returns its name.
         read: Function of a place, `most=None` and `seed=None` that returns the client's inputs
-            [n, ...] and targets [n, ...], at most so many; a client may have none. With a seed,
-            an integer or a sequence of them, they are drawn; else they are the first.
+            [n, ...] and targets [n, ...], at most so many; a client may have none. If it has more
+            and there is a seed, an integer or a sequence of them, they are drawn; else they are
+            the first, in order.
 
     Example:
         >>> rows = [np.arange(3), np.arange(2)]
@@ -105,12 +106,20 @@ def by_client(
                     f"{where} has {len(records)} of its {sizes[client]} records: the file is "
                     "incomplete, copy or make it again"
                 )
-            if seed is not None:
-                records = np.random.default_rng(seed).permutation(records)
-            try:
-                return decode(map(partial(_record, base), records.tolist()), most)
-            except ValueError as error:
-                raise ValueError(f"{where} cannot be read: {error}") from error
+
+            def first(rows: np.ndarray, number: int | None) -> tuple[Any, np.ndarray]:
+                try:
+                    return decode(map(partial(_record, base), rows.tolist()), number)
+                except ValueError as error:
+                    raise ValueError(f"{where} cannot be read: {error}") from error
+
+            if most is None or seed is None:
+                return first(records, most)
+            # All examples of a client are read in order, as they are without a seed.
+            found = first(records, most + 1)
+            if len(found[1]) <= most:
+                return found
+            return first(np.random.default_rng(seed).permutation(records), most)
 
     return ByClient(sizes, name, read)
 
@@ -172,8 +181,7 @@ def _splits(file: Path) -> Sequence[str]:
 
 
 def _name(base: sqlite3.Connection, row: int) -> str:
-    query = "SELECT client_id FROM client_metadata WHERE rowid = ?"
-    return base.execute(query, (row,)).fetchone()[0]
+    return _cell(base, "SELECT client_id FROM client_metadata WHERE rowid = ?", row)
 
 
 def _rows(base: sqlite3.Connection, split: str, name: str) -> np.ndarray:
@@ -182,5 +190,10 @@ def _rows(base: sqlite3.Connection, split: str, name: str) -> np.ndarray:
 
 
 def _record(base: sqlite3.Connection, row: int) -> bytes:
-    query = "SELECT serialized_example_proto FROM examples WHERE rowid = ?"
-    return base.execute(query, (row,)).fetchone()[0]
+    return _cell(base, "SELECT serialized_example_proto FROM examples WHERE rowid = ?", row)
+
+
+def _cell(base: sqlite3.Connection, query: str, row: int) -> Any:
+    if (found := base.execute(query, (row,)).fetchone()) is None:
+        raise sqlite3.DatabaseError(f"the file has changed, and row {row} is gone")
+    return found[0]

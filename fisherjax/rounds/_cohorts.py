@@ -29,6 +29,25 @@ def check_availability(
         )
 
 
+def check_chances(availability: Callable[[Array], Array] | None, first: Array, rounds: int) -> None:
+    """Check the chances of all rounds that are to run, one round in memory; else ValueError."""
+    if availability is None:
+        return
+
+    def is_sound(number: Array) -> Array:
+        chances = jnp.asarray(availability(number))
+        return (jnp.isfinite(chances) & (chances >= 0)).all()
+
+    numbers = first + jnp.arange(rounds, dtype=first.dtype)
+    sound = jax.lax.map(is_sound, numbers)
+    if not sound.all():
+        raise ValueError(
+            f"availability returned a chance that is not finite or below zero for round "
+            f"{int(numbers[sound.argmin()])}; expected a finite number, zero or more, in every "
+            "round. Return zero for a client that is not available."
+        )
+
+
 def draw_cohort(key: Key, num_clients: int, cohort: int, chances: Array | None = None) -> Array:
     """Draw clients without replacement, in ascending order.
 

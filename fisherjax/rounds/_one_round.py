@@ -165,7 +165,8 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
     """
     # Folded by the number in the state: a run continued from an old state repeats its rounds.
     key = jax.random.fold_in(key, state.number)
-    chances = None if experiment.availability is None else experiment.availability(state.number)
+    chances = experiment.availability
+    chances = None if chances is None else jnp.asarray(chances(state.number))
     cohort = draw_cohort(key, federation.num_clients, experiment.cohort, chances)
     chosen = clients.select(federation, cohort)
     if chances is not None:

@@ -22,7 +22,7 @@ from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
 from fisherjax.parallel import Layout, Spread, in_order
-from fisherjax.rounds._cohorts import check_availability
+from fisherjax.rounds._cohorts import check_availability, check_chances
 from fisherjax.rounds._one_round import (
     Experiment,
     Round,
@@ -265,6 +265,7 @@ def run(
     checks.count("rounds", rounds)
     checks.instance("experiment", experiment, Federated, "rounds.federated(...)")
     experiment.check(state, federation, key)
+    check_chances(experiment.availability, state.number, rounds)
 
     # A generator of its own: the body of a generator runs, and so checks, at the first `next` only.
     def generate(state: State) -> Iterator[tuple[State, Round[Report]]]:

@@ -130,6 +130,12 @@ def _federation(source: ByClient, places: np.ndarray, most: int, seed: Sequence[
     """Read clients into a federation of K times `most` rows, whatever their numbers of examples."""
     read = [source.read(int(k), most, (*seed, int(k))) for k in places]
     inputs, targets, rows = client_by_client(read)
+    for place, own in zip(places, rows, strict=True):
+        if len(own) > most:
+            raise ValueError(
+                f"source.read returned {len(own)} examples of client {source.name(int(place))!r}; "
+                f"expected at most {most}, its argument `most`."
+            )
 
     def padded(x: Any) -> Any:
         more = len(places) * most - len(x)

@@ -73,3 +73,11 @@ def test_the_scale_of_the_state_is_another_learning_rate(federation):
 def test_what_is_no_schedule_is_refused():
     with pytest.raises(TypeError, match=r"schedule is 0\.1"):
         algorithms.with_learning_rates(algorithms.fedavg(), 0.1)
+
+
+@pytest.mark.parametrize("value", [jnp.ones(1), jnp.ones(2), 1j])
+def test_a_factor_is_one_real_number(federation, value):
+    """An array of factors would multiply each coordinate by another one."""
+    method = algorithms.with_learning_rates(algorithms.fedavg(), lambda number: value)
+    with pytest.raises(ValueError, match=r"schedule returned .*\]; expected one real number"):
+        last(method, federation, FAST)

@@ -148,6 +148,12 @@ def test_equal_compute_is_equal_and_half_is_half():
     assert all(plan.equal_compute(fixed, e) == plan.number(fixed, e) for e in (1, 4, 16))
 
 
+def test_rates_that_differ_have_units_of_other_names():
+    units = [plan.Unit("fedavg", 1, rate, 0) for rate in (0.1, 0.1 + 1e-9, 1.0, 10)]
+    assert len({unit.name for unit in units}) == 4
+    assert units[2].name == "fedavg-1epochs-server1-seed0"
+
+
 def row(name, number, split, metric, value, **more):
     more = {"local_epochs": 1, "server_learning_rate": 1.0} | more
     return records.Row(name, 0, number, split, metric, value, **more)
@@ -209,8 +215,13 @@ def test_a_run_that_stops_early_is_finished_and_each_round_was_tracked(tmp_path)
     found = rows_of(tmp_path)
     assert {row["round"] for row in found} == {"1", "2"}
     (path,) = (tmp_path / "tracked").iterdir()
-    tracked = [line.rsplit(",", 1) for line in path.read_text().splitlines()]
-    assert [float(value) for _, value in tracked] == [float(row["value"]) for row in found]
+    tracked = path.read_text()
+    values = [float(line.rpartition(",")[2]) for line in tracked.splitlines()]
+    assert values == [float(row["value"]) for row in found]
     text = (tmp_path / "results.csv").read_text()
     assert main([*words]) == 0
     assert (tmp_path / "results.csv").read_text() == text
+    # Rows that are lost come from the checkpoint, and so do those that were tracked.
+    (tmp_path / "results.csv").write_text("".join(text.splitlines(keepends=True)[:-1]))
+    assert main([*words]) == 0
+    assert path.read_text() == tracked

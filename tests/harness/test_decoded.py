@@ -64,6 +64,19 @@ def test_a_damaged_file_is_written_again(place, damage):
         assert kept["train.inputs"].shape == (1437, 8, 8, 1)
 
 
+def test_whatever_bit_is_wrong_the_data_are_the_same(place):
+    """Some flipped bits claim another compression, or a password."""
+    decoded.load("digits", place)
+    [path] = entries()
+    whole = path.read_bytes()
+    directory = whole.index(b"PK\x01\x02")
+    for at in (*range(directory + 8, directory + 12), len(whole) // 2):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        path.write_bytes(damaged)
+        assert_same(decoded.load("digits", place))
+
+
 def test_a_folder_that_cannot_be_made_is_no_error(place, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert_same(decoded.load("digits", place))

@@ -409,6 +409,8 @@ def test_columns_leave_out_damaged_rows_and_need_a_run(tmp_path):
     assert records.frame(tmp_path)["seed"] == [0]
     (tmp_path / RESULTS).write_text(text.splitlines()[0] + "\n")
     assert records.frame(tmp_path) == {name: [] for name in ONE_SHOT}
+    (tmp_path / RESULTS).write_text("seed,value\n0,0.5\n1\n\n")  # no checksums, as in version 0.2
+    assert records.frame(tmp_path) == {"seed": [0], "value": [0.5]}
     with pytest.raises(FileNotFoundError, match="expected the folder of a run"):
         records.frame(tmp_path / "nothing")
 

@@ -54,7 +54,8 @@ def with_learning_rates(
     Args:
         algorithm: Any algorithm. SCAFFOLD's controls are in units of the steps of the round before,
             so that they fit approximately where the factor changes slowly.
-        schedule: Function from the number of the round to the factor, such as any of optax.
+        schedule: Function from the number of the round to the factor, such as any of optax. A round
+            that left the model as it was, as all clients diverged, is not counted.
 
     Returns:
         The algorithm, whose state is a `RateState`. Clients trained outside of rounds have the
@@ -62,6 +63,7 @@ def with_learning_rates(
 
     Raises:
         TypeError: If an argument has the wrong type.
+        ValueError: When a round begins, if the schedule does not return one real number.
 
     Example:
         >>> import fisherjax as fj
@@ -81,7 +83,13 @@ def with_learning_rates(
 
     def broadcast(params: Params, state: RateState, place: Array | None) -> RateMessage:
         message = algorithm.link.broadcast(params, state.algorithm, place)
-        return RateMessage(message, state.scale * schedule(state.number))
+        factor = jnp.asarray(schedule(state.number))
+        if factor.shape or jnp.iscomplexobj(factor):
+            raise ValueError(
+                f"schedule returned {factor.dtype}{list(factor.shape)}; expected one real number, "
+                "the factor of all of a round's steps."
+            )
+        return RateMessage(message, state.scale * factor)
 
     def receive(message: RateMessage, local: Any) -> tuple[Params, RateMessage]:
         start, extras = algorithm.link.receive(message.own, local)
