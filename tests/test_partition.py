@@ -1,6 +1,7 @@
 """Partitions: every row once, the authors' draw, no dependence on anything but the seed."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -204,12 +205,13 @@ def test_a_beta_that_underflows_gives_each_class_to_one_client_with_room(beta):
 
 def test_niid_bench_says_what_would_meet_the_minimum():
     targets = np.repeat(np.arange(3), 40)
-    with pytest.raises(ValueError, match=r"none of 20 draws.*Try min_size=") as error:
+    with pytest.raises(ValueError, match=r"none of 20 draws.*Try beta=.*, min_size=") as error:
         partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20)
-    advised = int(str(error.value).partition("Try min_size=")[2].partition(",")[0])
-    parts = partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20, min_size=advised)
-    assert min(map(len, parts)) == advised < 10
-    assert min(map(len, partition.niid_bench(targets, 6, 1.0, seed=0, max_draws=20))) >= 10
+    ((beta, size),) = re.findall(r"Try beta=(.*?), min_size=(\d+)", str(error.value))
+    parts = partition.niid_bench(targets, 6, 0.01, seed=0, max_draws=20, min_size=int(size))
+    assert min(map(len, parts)) == int(size) < 10
+    parts = partition.niid_bench(targets, 6, float(beta), seed=0, max_draws=20)
+    assert min(map(len, parts)) >= 10
     with pytest.raises(ValueError, match=r"min_size=10 of 120 examples each: .* up to 9, or"):
         partition.niid_bench(targets, 13, 1.0, seed=0)
 

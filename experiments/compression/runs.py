@@ -65,7 +65,7 @@ def codecs(asked: Config, name: str) -> dict[str, Codec | None]:
     before.append(fj.compression.triangles())
     for bits in (16, 8, 6, 4):
         found[f"even, {bits} bits"] = compose(*before, quantized(bits))
-    part = {"regmean": "grams", "fedfisher_kfac": "fisher"}.get(name)
+    part = {"regmean": "grams", "fedfisher_kfac": "fisher", "fedlpa": "fisher"}.get(name)
     if part is not None:
         # The rank rule counts with the 8 bits of the paper's text where the authors' code has 9.
         for bits, counted in ((16, 16), (9, 8), (8, 8), (5, 5)):

@@ -38,14 +38,15 @@ def _write(grid: grids.Grid, done: grid_runs.Done) -> tuple[list[tables.Table], 
             for cell in grid.cells(dataset)
         }
         title = f"{dataset}, {grid.num_clients} clients, {grid.epochs} epochs"
-        found.append(niid.table(title, own, names, grid.epochs))
+        found.append(niid.table(title, own, names, grid.epochs, grid.num_clients))
         results |= own
     how_long = grid.epochs, len(grid.seeds)
-    what = niid.footnote(found, names, *how_long, grid.merging.choose)
+    what = niid.footnote(found, names, *how_long, grid.merging.choose, grid.num_clients)
     notes = f"{what}\n\n{niid.extrapolation(results, *how_long)}"
     parts = [tables.markdown(table, 2) for table in found]
     records.write_text(grid.out / "table.md", "\n".join([*parts, notes, ""]))
-    records.write_text(grid.out / "table.csv", niid.as_csv(results, names, grid.epochs))
+    lines = niid.as_csv(results, names, grid.epochs, grid.num_clients)
+    records.write_text(grid.out / "table.csv", lines)
     return found, notes
 
 

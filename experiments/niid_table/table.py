@@ -2,8 +2,9 @@
 
 The paper's numbers, from Liu, Liu, Ye, Shen, Li, Jiang, Li, "FedLPA: One-shot Federated Learning
 with Layer-Wise Posterior Aggregation", NeurIPS 2024, are those of `papers`: six methods after 200
-epochs (Table 1) and after 10, 20, 50 and 100 (Tables 5 to 8), and FedOV with two classes of MNIST
-a client (Table 11). Each is a mean of 3 seeds in percent with a spread after its ±, which the paper
+epochs (Table 1) and after 10, 20, 50 and 100 (Tables 5 to 8), with 5, 20 and 50 clients (Tables 2
+and 9) and the most skewed split (Table 10), and FedOV with two classes of MNIST a client
+(Table 11). Each is a mean of 3 seeds in percent with a spread after its ±, which the paper
 does not define. For FedLPA and DENSE the paper takes the best of several candidates on the test
 data.
 """
@@ -17,7 +18,7 @@ from experiments.harness.names import is_exchanged
 from experiments.harness.papers import Published
 from experiments.harness.tables import Table, csv_text, moments
 
-_TABLES = ("Table 1", "Table 5", "Table 6", "Table 7", "Table 8", "Table 11")
+_TABLES = [f"Table {number}" for number in (1, 2, *range(5, 12))]
 _ORDER = (
     *("fedlpa", "fedlpa_ea", "fedlpa_gd", "fednova", "scaffold", "fedavg", "fedprox", "dense"),
     *("fedov", "fedfisher_kfac"),
@@ -39,19 +40,20 @@ class Measured(NamedTuple):
 Results = dict[grids.Cell, Measured]
 
 
-def published(epochs: int) -> dict[tuple[grids.Cell, str], Published]:
-    """Read the paper's numbers after a number of epochs; it has 10, 20, 50, 100 and 200."""
+def published(epochs: int, clients: int = 10) -> dict[tuple[grids.Cell, str], Published]:
+    """Read the paper's numbers of so many epochs and clients."""
     return {
-        (cell, algorithm): found
-        for (after, cell, algorithm), found in papers.published("fedlpa", _TABLES, _cell).items()
-        if after == epochs
+        where: found
+        for (how, where), found in papers.published("fedlpa", _TABLES, _place).items()
+        if how == (str(epochs), str(clients))
     }
 
 
-def _cell(one: papers.Number) -> tuple[int, grids.Cell, str]:
+def _place(one: papers.Number) -> tuple[tuple[str, str], tuple[grids.Cell, str]]:
     how = one.setting
     number = how.get("beta") or how["classes"]
-    return int(how["epochs"]), grids.Cell(one.dataset, how["partition"], number), one.algorithm
+    cell = grids.Cell(one.dataset, how["partition"], number)
+    return (how["epochs"], how["clients"]), (cell, one.algorithm)
 
 
 def measured(rows: Sequence[records.Row], last: Mapping[str, int] | None = None) -> Measured:
@@ -78,9 +80,11 @@ def _columns(algorithms: Sequence[str], paper: Iterable[str]) -> list[str]:
     return papers.in_order([*algorithms, *(n for n in theirs if n not in algorithms)], _ORDER)
 
 
-def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) -> Table:
+def table(
+    title: str, results: Results, algorithms: Sequence[str], epochs: int, clients: int = 10
+) -> Table:
     """Return the table of one data set, with cells "ours ± deviation (theirs)"."""
-    paper = published(epochs)
+    paper = published(epochs, clients)
     names = _columns(algorithms, [name for cell, name in paper if cell in results])
     headings = ("", *(_THEIRS.get(name) or figures.label(name) for name in names), "seconds")
     body = []
@@ -92,7 +96,12 @@ def table(title: str, results: Results, algorithms: Sequence[str], epochs: int) 
 
 
 def footnote(
-    tables: Sequence[Table], algorithms: Sequence[str], epochs: int, num_seeds: int, choose: str
+    tables: Sequence[Table],
+    algorithms: Sequence[str],
+    epochs: int,
+    num_seeds: int,
+    choose: str,
+    clients: int = 10,
 ) -> str:
     """Return the note that explains the tables; `choose` is the option of `config.Merging`."""
     shown = {heading for table in tables for heading in table.headings}
@@ -110,8 +119,8 @@ def footnote(
     brackets = (
         f"in brackets the paper's mean of 3 seeds after {epochs} epochs, where it has one (its "
         "spreads are in table.csv)"
-        if published(epochs)
-        else f"the paper has no numbers after {epochs} epochs"
+        if published(epochs, clients)
+        else f"the paper has no numbers of {clients} clients after {epochs} epochs"
     )
     return (
         f"Test accuracy in %, {'one seed' if num_seeds == 1 else several}; {brackets}. {only}The "
@@ -136,9 +145,9 @@ def extrapolation(results: Results, epochs: int, num_seeds: int) -> str:
     )
 
 
-def as_csv(results: Results, algorithms: Sequence[str], epochs: int) -> str:
+def as_csv(results: Results, algorithms: Sequence[str], epochs: int, clients: int = 10) -> str:
     """Return the table as CSV, with a line for each cell and algorithm."""
-    paper, lines = published(epochs), []
+    paper, lines = published(epochs, clients), []
     for cell, found in results.items():
         for name in _columns(algorithms, [name for other, name in paper if other == cell]):
             values = moments(found.accuracies.get(name, ()))

@@ -12,6 +12,9 @@ import numpy as np
 from fisherjax._core.checks import count, positive
 from fisherjax.partition import checks
 
+_ROUND_BETAS = [digit * 10.0**power for power in range(-3, 3) for digit in (1, 2, 5)]
+"""What `niid_bench` tries, each with a twentieth of the draws, where a beta has no partition."""
+
 
 def dirichlet_of_client(targets, num_clients: int, alpha: float, seed: int) -> list[np.ndarray]:
     """Partition each class among clients in proportion to the clients' Dirichlet draws.
@@ -74,7 +77,8 @@ def niid_bench(
         max_draws: Largest number of draws of the partition (default 10000).
 
     Raises:
-        ValueError: If no draw gives each client `min_size` examples, or a number is out of range.
+        ValueError: If no draw gives each client `min_size` examples, with a larger beta that does;
+            or if a number is out of range.
         TypeError: If the labels are not integers.
 
     Example:
@@ -98,16 +102,25 @@ def niid_bench(
         )
     random, best = checks.random_state(seed), 0
     for _ in range(max_draws):
-        clients = _balanced_draw(random, classes, num_clients, beta)
-        smallest = min(map(len, clients))
+        clients, smallest = _balanced_draw(random, classes, num_clients, beta)
         if smallest >= min_size:
             # Only the accepted partition is shuffled, because a shuffle draws from the generator.
             return [random.permutation(rows) for rows in clients]
         best = max(best, smallest)
+
+    def can_be_drawn(larger: float) -> bool:
+        again = checks.random_state(seed)
+        draws = (
+            _balanced_draw(again, classes, num_clients, larger) for _ in range(max_draws // 20)
+        )
+        return any(smallest >= min_size for _, smallest in draws)
+
+    larger = filter(can_be_drawn, (x for x in _ROUND_BETAS if x > beta))
+    nearest = next((f"beta={x:g}" for x in larger), f"a beta above {beta:g}")
     raise ValueError(
-        f"none of {max_draws} draws gave each of {num_clients} clients min_size={min_size} "
-        f"examples; the best gave every client {best}. Try min_size={best}, a beta above {beta:g}, "
-        f"fewer clients, or more than max_draws={max_draws}"
+        f"none of {max_draws} draws with beta={beta:g} gave each of {num_clients} clients "
+        f"min_size={min_size} examples; the best gave every client {best}. Try {nearest}, "
+        f"min_size={best}, fewer clients, or more than max_draws={max_draws}"
     )
 
 
@@ -190,8 +203,8 @@ def _cut(rows: np.ndarray, shares: np.ndarray) -> list[np.ndarray]:
 
 def _balanced_draw(
     random, classes: list[np.ndarray], num_clients: int, beta: float
-) -> list[np.ndarray]:
-    """Draw one partition of all classes; return the rows of each client."""
+) -> tuple[list[np.ndarray], int]:
+    """Draw one partition of all classes; return the rows of each client, and the fewest."""
     capacity = sum(map(len, classes)) / num_clients
     dealt, sizes = [], np.zeros(num_clients, np.int64)
     for ascending in classes:
@@ -200,7 +213,7 @@ def _balanced_draw(
         has_room = (sizes < capacity) | (len(rows) == 0)
         dealt.append(_cut(rows, _shares_of_class(random, has_room, beta)))
         sizes += list(map(len, dealt[-1]))
-    return [np.concatenate(parts) for parts in zip(*dealt, strict=True)]
+    return [np.concatenate(parts) for parts in zip(*dealt, strict=True)], int(sizes.min())
 
 
 def _shares_of_class(random, has_room: np.ndarray, beta: float) -> np.ndarray:

@@ -179,7 +179,10 @@ def test_the_papers_numbers_are_those_of_its_tables():
     at_200 = niid.published(200)
     fedov = at_200.pop((Cell("mnist", "classes_per_client", "2"), "fedov"))
     assert fedov.accuracy == 64.5
-    assert len(at_200) == 4 * 9 * 6
+    assert len(at_200) == 4 * (9 + 1) * 6
+    for clients, accuracy in ((5, 59.27), (20, 57.37), (50, 57.03)):
+        paper_of = niid.published(200, clients)
+        assert paper_of[Cell("fashion_mnist", "niid_bench", "0.1"), "fedlpa"].accuracy == accuracy
     assert all(0 < theirs.accuracy < 100 for theirs in paper.values())
     assert at_200[Cell("mnist", "classes_per_client", "2"), "fedlpa"].accuracy == 69.63
     assert at_200[Cell("svhn_cropped", "niid_bench", "1"), "dense"].accuracy == 54.40
@@ -197,14 +200,15 @@ def test_the_paper_has_every_row_of_the_default_grid_after_so_many_epochs(epochs
 def test_nothing_stands_in_for_what_the_paper_does_not_have():
     cell = Cell("mnist", "niid_bench", "0.1")
     own = {cell: niid.measured(rows_of(cell, 0, 0.5))}
-    for epochs, brackets in ((20, True), (30, False)):
-        (line,) = niid.table("", own, ("fedavg",), epochs).lines
+    for epochs, clients, brackets in ((20, 10, True), (30, 10, False), (20, 5, False)):
+        (line,) = niid.table("", own, ("fedavg",), epochs, clients).lines
         assert any("(" in text for text in line) == brackets
-        said = niid.footnote((), ("fedavg",), epochs, 1, "last")
-        assert (f"the paper has no numbers after {epochs} epochs" in said) != brackets
+        said = niid.footnote((), ("fedavg",), epochs, 1, "last", clients)
+        none = f"the paper has no numbers of {clients} clients after {epochs} epochs"
+        assert (none in said) != brackets
         (found,) = (
             row
-            for row in csv.DictReader(niid.as_csv(own, ("fedavg",), epochs).splitlines())
+            for row in csv.DictReader(niid.as_csv(own, ("fedavg",), epochs, clients).splitlines())
             if row["algorithm"] == "fedavg"
         )
         expected = ("46.63", "0.23") if brackets else ("", "")
