@@ -37,7 +37,7 @@ GROUPS = {
     **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
     **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
     **{"rounds": rounds.groups, "personal": rounds.personal, "pfl": rounds.pfl},
-    **{"compile": compiling.groups},
+    **{"population": rounds.population, "compile": compiling.groups},
 }
 _FIGURES = {"clients": plot.growth, "compile": plot.stacks}
 

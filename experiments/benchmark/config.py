@@ -30,6 +30,7 @@ class Config:
         "pfl",
         "rounds",
         "personal",
+        "population",
         "devices",
         "compile",
     ] = tyro.MISSING
@@ -91,6 +92,9 @@ SUITES: dict[str, dict[str, Any]] = {
     "rounds": dict(num_clients=(20,), num_examples=12_000, batch_size=64, epochs=1, repeats=5),
     "personal": dict(
         num_clients=(100,), num_examples=5_000, batch_size=32, epochs=1, chunks=(1, 10), repeats=5
+    ),
+    "population": dict(
+        num_clients=(3_400,), num_examples=340_000, batch_size=10, epochs=1, repeats=200
     ),
     "devices": dict(_NETWORKS, num_clients=(20,), epochs=1, repeats=5),
     "compile": dict(tasks=tuple(compile_tasks.STANDARD), task_seconds=600),

@@ -6,8 +6,10 @@ images each, batches of 10, one local epoch, and the network of its benchmarks, 
 parameters. Both sides leave out its dropout.
 """
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen
@@ -27,6 +29,14 @@ _ALONE = "local training alone"
 _IDLE_ROUNDS = 100
 _DISPATCH = "one call a batch (FedJAX-style)"
 _OPTIMIZER = optax.sgd(0.1)
+_COHORT = 64
+_PATTERNS = 10_000  # different images among those of many clients
+_MANY = {
+    "fedavg, in memory": ("fedavg", False),
+    "fedavg, from disk": ("fedavg", True),
+    "fedfisher_kfac, from disk": ("fedfisher_kfac", True),
+}
+"""Rounds of small cohorts of many clients: the method, and whether its clients stay on disk."""
 _PATCHES = {"padding": "VALID", "conv_general_dilated": fj.nn.conv_general_dilated}
 NETWORK = flax.linen.Sequential(
     [
@@ -107,6 +117,75 @@ def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gr
             cases = _cases(work, algorithms, federation, 1, clients_per_chunk=chunk, **how)
             title = f"a round, {cohort} clients, {len(work.labels)} images, NormedCNN, {name}"
             yield measure.Group(title, "rounds", None, [first, *cases], beside=_ALONE)
+
+
+def population(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:
+    """Yield a group for each number of clients: rounds of small cohorts, every case apart."""
+    note(f"LeNet, synthetic images, cohorts of {_COHORT}; each run is one round.")
+    for number in config.num_clients:
+        cases = [
+            measure.Apart(name, partial(measure.in_own_process, _of_many, config, name, number))
+            for name in _MANY
+        ]
+        title = f"a round of {_COHORT} of {number} clients, {config.num_examples} images, LeNet"
+        yield measure.Group(title, "rounds", None, cases)
+
+
+def _of_many(config: Config, name: str, num_clients: int) -> measure.Measurement:
+    """Run rounds one after another; the facts contain the memory in use after some and after all.
+
+    A tenth of the rounds comes first, since the first ones compile and fill caches.
+    """
+    work = workloads.workload(Config("population", Path(), data="synthetic"), "lenet", 1)
+    method, on_disk = _MANY[name]
+    algorithm = fj.algorithms.make(method, work.model)
+    how = {"epochs": config.epochs, "batch_size": config.batch_size, "optimizer": _OPTIMIZER}
+    cohort, held = min(_COHORT, num_clients), []
+    experiment = fj.rounds.federated(work.model, algorithm, cohort=cohort, **how)
+    state = experiment.init(work.params, num_clients)
+    given = {"key": jax.random.key(1), "rounds": config.repeats + 1}
+    with tempfile.TemporaryDirectory() as folder:
+        source = _written(config, num_clients, Path(folder) / "images")
+        if on_disk:
+            most = int(source.sizes[0])
+            going = fj.rounds.run_stream(experiment, state, source, most=most, **given)
+        else:
+            parts = [source.read(k) for k in range(num_clients)]
+            images, labels = map(np.concatenate, zip(*parts, strict=True))
+            del parts
+            partition = np.arange(len(labels)).reshape(num_clients, -1)
+            federation = fj.clients.federation((images, labels), partition)
+            del images, labels
+            going = fj.rounds.run(experiment, state, federation, **given)
+
+        def peak(_: Any) -> int:
+            found = measure.peak_bytes()
+            held.append(measure.current_bytes())
+            return found
+
+        def facts(_: Any) -> dict[str, float]:
+            ends = {"early_bytes": held[len(held) // 10], "late_bytes": held[-1]}
+            return {"rounds": len(held), **ends}
+
+        case = measure.Case(name, lambda: next(going), facts=facts, peak=peak)
+        return measure.alone(case, config.repeats, config.seconds_per_case)
+
+
+def _written(config: Config, num_clients: int, path: Path) -> fj.datasets.ByClient:
+    """Write the images of all clients into a file, and return clients that read theirs from it."""
+    images, labels = workloads.synthetic((28, 28, 1), _PATTERNS)
+    each = config.num_examples // num_clients
+    rows = np.random.default_rng(0).integers(0, _PATTERNS, (num_clients, each))
+    with path.open("wb") as file:
+        for own in rows:
+            images[own].tofile(file)
+
+    def read(k: int, most: int | None = None, seed: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        del seed
+        flat = np.fromfile(path, np.uint8, each * 28 * 28, offset=k * each * 28 * 28)
+        return flat.reshape(each, 28, 28, 1)[:most], labels[rows[k]][:most]
+
+    return fj.datasets.ByClient(np.full(num_clients, each), str, read)
 
 
 def pfl(config: Config, note: Callable[[str], None]) -> Iterator[measure.Group]:

@@ -4,7 +4,7 @@ Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space
     federated learning at scale, TMLR 2024, tables 3 to 5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.federated import plan
@@ -12,25 +12,45 @@ from experiments.harness import figures, tables
 from experiments.harness.config import Federated
 from experiments.harness.records import Row
 
+_FEW = 10  # as many rounds have a column each
+
 
 def tables_of(config: Federated, rows: Sequence[Row]) -> list[tables.Table]:
-    """Return the table of equal compute, of all rounds and of half of them, if these are there."""
-    if config.personal_points == 1:
-        return []
+    """Return the table of all rounds if they are few, and of equal compute if it was measured."""
+    measured = sorted({row.round for row in rows if _is(row, "test", None)})
+    found = [_each_round(config, rows, measured)] if 1 < len(measured) <= _FEW else []
+    return found if config.personal_points == 1 else [*found, _equal_compute(config, rows)]
+
+
+def _each_round(config: Federated, rows: Sequence[Row], rounds: Sequence[int]) -> tables.Table:
+    lines = [
+        (figures.label(name), str(epochs), *(_percent(own, "test", None, n) for n in rounds))
+        for epochs, name, own in _runs(config, rows)
+    ]
+    headings = "algorithm", "local epochs", *map(str, rounds)
+    return tables.Table("Test accuracy after each round, %", headings, lines)
+
+
+def _equal_compute(config: Federated, rows: Sequence[Row]) -> tables.Table:
     lines = []
-    for epochs in config.local_epochs:
+    for epochs, name, own in _runs(config, rows):
         last = plan.number(config, epochs)
         rounds = plan.equal_compute(config, epochs), last, max(1, last // 2)
-        for name in config.merging.algorithms:
-            own = [r for r in rows if (r.algorithm, r.local_epochs) == (name, epochs)]
-            cells = [_percent(own, "test", None, n) for n in rounds]
-            cells += [_percent(own, "held_out", 0.5, n) for n in rounds]
-            shown = [f"{cell} ({n})" for cell, n in zip(cells[:3], rounds, strict=True)]
-            lines.append((figures.label(name), str(epochs), *shown, *cells[3:]))
+        cells = [_percent(own, "test", None, n) for n in rounds]
+        cells += [_percent(own, "held_out", 0.5, n) for n in rounds]
+        shown = [f"{cell} ({n})" for cell, n in zip(cells[:3], rounds, strict=True)]
+        lines.append((figures.label(name), str(epochs), *shown, *cells[3:]))
     headings = "algorithm", "local epochs", "equal compute", "all rounds", "half of them"
     tuned = "50 % tuned: equal compute", "all rounds", "half of them"
     title = "Test accuracy at equal compute, after all rounds and after half, % (round)"
-    return [tables.Table(title, (*headings, *tuned), lines)]
+    return tables.Table(title, (*headings, *tuned), lines)
+
+
+def _runs(config: Federated, rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row]]]:
+    """Yield the numbers of local epochs and the algorithms, with the rows of each."""
+    for epochs in config.local_epochs:
+        for name in config.merging.algorithms:
+            yield epochs, name, [r for r in rows if (r.algorithm, r.local_epochs) == (name, epochs)]
 
 
 def draw(config: Federated, rows: Sequence[Row]) -> list[str]:

@@ -21,7 +21,7 @@ from experiments.harness.config import Federated
 from experiments.harness.methods import check_full, methods
 from fisherjax.metrics import Performance
 from fisherjax.rounds import Round, State
-from fisherjax.typing import Key
+from fisherjax.typing import Examples, Key
 
 CHECKPOINTS = "checkpoints"
 LEAST_RATE = 0.01
@@ -51,10 +51,11 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
     how["clients_per_chunk"] = training.clients_per_chunk
     # The rate of a grid is in the state, so that all cells run one program.
     how["optimizer"] = _optimizer(task, 1.0) if grid.asked(config) else task.optimizer
+    chosen_by = validation(task)
     made = {}
     for name, method in methods(config.merging, task.model, training.batch_size).items():
         for epochs in config.local_epochs:
-            algorithm = method.server(None)
+            algorithm = method.server(chosen_by)
             if grid.asked(config) or config.learning_rate_schedule != "constant":
                 over = schedule(config.learning_rate_schedule, number(config, epochs))
                 algorithm = fj.algorithms.with_learning_rates(algorithm, over)
@@ -64,6 +65,15 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
             own.traffic(params, task.train)
             made[name, epochs] = own
     return made
+
+
+def validation(task: Rounds) -> Examples | None:
+    """Return the images by which a server's Adam chooses its step, as in one round; None else."""
+    if task.config.merging.solver != "adam":
+        return None
+    inputs, targets, indices, sizes = map(np.asarray, task.train[:4])
+    own = np.sort(indices[np.arange(indices.shape[1]) < sizes[:, None]])
+    return tasks.draw_validation(Examples(inputs, targets), task.config.partition_seed, own)
 
 
 @lru_cache(maxsize=64)

@@ -93,7 +93,7 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
         federations={},
         central=fj.clients.federation(train, fj.partition.central(len(train.targets))),
         label_counts={},
-        validation=partial(_draw_validation, Examples(train.inputs, train.targets)),
+        validation=partial(draw_validation, Examples(train.inputs, train.targets)),
         test=tested,
         accuracy=partial(_accuracy, model),
         voting=_voting(config, train, model, normalize, init),
@@ -183,11 +183,14 @@ def optimizer(training: Training) -> optax.GradientTransformation:
     return optax.chain(optax.add_decayed_weights(training.weight_decay), descent)
 
 
-def _draw_validation(data: Examples, partition_seed: int) -> Examples:
-    """Draw training images with replacement; all seeds of training get the same."""
+def draw_validation(
+    data: Examples, partition_seed: int, rows: np.ndarray | None = None
+) -> Examples:
+    """Draw from some rows of training images, or from all; all seeds of training get the same."""
+    rows = np.arange(len(data.targets)) if rows is None else rows
     random = np.random.default_rng((partition_seed, _NUM_VALIDATION))
-    rows = random.integers(len(data.targets), size=_NUM_VALIDATION)
-    return Examples(data.inputs[rows], data.targets[rows])
+    drawn = rows[random.integers(len(rows), size=_NUM_VALIDATION)]
+    return Examples(data.inputs[drawn], data.targets[drawn])
 
 
 def likelihood_of(training: Training) -> Likelihood:

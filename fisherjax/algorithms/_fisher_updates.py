@@ -13,7 +13,7 @@ from fisherjax._core.caching import by_value, name_of
 from fisherjax._core.compiler import jit
 from fisherjax.algorithms._layer_solves import solve_about_mean
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
-from fisherjax.fisher import Operator, automatic, kinds, true
+from fisherjax.fisher import Kronecker, Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Centre, Examples, Key, Model, Params, Scalar
@@ -58,6 +58,18 @@ def _summarize(
     # At the client's own model, around which the server's quadratic expands its loss.
     computed = fisher(model, trained.whole, examples, key=key, **how)
     return {"params": trained.params, "fisher": computed}, local
+
+
+def kfac_direction(fisher: Kronecker, gradient: Params, damping: Scalar) -> Params:
+    """Return -(F + lambda)^-1 g, lambda the damping in units of each block's mean eigenvalue.
+
+    The inverse is `Kronecker.inverse`. A block without curvature has the direction zero.
+    """
+    means = fisher.block_means()
+    shifts = {name: damping * mean for name, mean in means.items()}
+    found = fisher.blocks(fisher.inverse(shifts).mv(gradient))
+    # The inverse of a block without curvature is the identity.
+    return fisher.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
 
 
 def link_of(centre: Centre) -> Link:

@@ -32,6 +32,7 @@ from fisherjax.algorithms.fisher_merge import fisher_merge
 from fisherjax.algorithms.iso_c import iso_c
 from fisherjax.algorithms.otfusion import otfusion
 from fisherjax.algorithms.pfnm import pfnm
+from fisherjax.algorithms.preconditioned_mixing import preconditioned_mixing
 from fisherjax.algorithms.regmean import regmean
 from fisherjax.algorithms.scaffold import scaffold
 from fisherjax.algorithms.sequential import fedfisher_sequential
@@ -67,6 +68,7 @@ __all__ = [
     "natural_gradient",
     "otfusion",
     "pfnm",
+    "preconditioned_mixing",
     "regmean",
     "residual_descent",
     "scaffold",
@@ -85,17 +87,22 @@ _QUADRATIC = (*_MASKED, "identity", "order", "shift", "equal curvatures", "stati
 _LAYERWISE = (*_QUADRATIC, "layerwise")
 _DAMPED = (*_LAYERWISE, "damping")
 _LEAST_SQUARES = (*_MASKED, "identity", "order", "shift", "layerwise", "statistics")
+_LIMITS = (*_MASKED, "order", "equal curvatures", "layerwise", "statistics")
 _CHANGES = ("weights", "empty", "frozen", "order", "shift", "layerwise", "statistics")
-_FEDFISHER = "Jhunjhunwala, Wang, Joshi, AISTATS 2024"
-_FEDLPA = "Liu et al., NeurIPS 2024"
 _OURS = "this library"
 _FACTORS = "weights and K-FAC factors"
-_EMPIRICAL = "weights and K-FAC factors of the empirical Fisher"
 _MOMENTS = "without training, moments of the last layer's inputs and class sums"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
-# Rows of methods whose messages files do not hold; by least squares; of changes of the start; of
-# exchanges; and of those that make a model for each client.
+# Rows of a paper's variants; of methods whose messages files do not hold; by least squares; of
+# changes of the start; of exchanges; and of those that make a model for each client.
+_fedfisher = partial(Row, paper="Jhunjhunwala, Wang, Joshi, AISTATS 2024", laws=_DAMPED)
+_fedlpa = partial(
+    Row,
+    paper="Liu et al., NeurIPS 2024",
+    sends="weights and K-FAC factors of the empirical Fisher",
+    reads={"fisher": Kronecker},
+)
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
 _squares = {"paper": "Dhawan et al., TMLR 2024", "sends": "weights and squared gradients"}
 _fedfish = partial(_in_rounds, laws=_DAMPED, **_squares)
@@ -125,30 +132,22 @@ METHODS: dict[str, Row] = {
         "weights and Gram matrices of layer inputs",
         regmean,
     ),
-    "fedfisher_diag": Row(
+    "fedfisher_diag": _fedfisher(
         "FedFisher (diagonal)",
-        _FEDFISHER,
-        "weights and diagonal Fisher",
-        partial(fedfisher, fisher=fisher.diagonal),
-        _DAMPED,
-        {"fisher": Diagonal},
+        sends="weights and diagonal Fisher",
+        factory=partial(fedfisher, fisher=fisher.diagonal),
+        reads={"fisher": Diagonal},
     ),
-    "fedfisher_kfac": Row(
-        "FedFisher (K-FAC)",
-        _FEDFISHER,
-        _FACTORS,
-        fedfisher,
-        _DAMPED,
-        {"fisher": Kronecker},
+    "fedfisher_kfac": _fedfisher(
+        "FedFisher (K-FAC)", sends=_FACTORS, factory=fedfisher, reads={"fisher": Kronecker}
     ),
     # The full Fisher couples layers, so that layers cannot be merged one by one.
-    "fedfisher_full": Row(
+    "fedfisher_full": _fedfisher(
         "FedFisher (full)",
-        _FEDFISHER,
-        "weights and full Fisher",
-        partial(fedfisher, fisher=fisher.full),
-        (*_QUADRATIC, "damping"),
-        {"fisher": Dense},
+        sends="weights and full Fisher",
+        factory=partial(fedfisher, fisher=fisher.full),
+        laws=(*_QUADRATIC, "damping"),
+        reads={"fisher": Dense},
     ),
     # The curvatures depend on errors relative to the weights, so that a shift changes the merge.
     "fedfisher_sequential": Row(
@@ -159,24 +158,14 @@ METHODS: dict[str, Row] = {
         (*_MASKED, "identity", "order", "damping", "layerwise", "statistics"),
         "merges a layer by the merged layers before it",
     ),
-    "fedlpa": Row("FedLPA", _FEDLPA, _EMPIRICAL, fedlpa, _LAYERWISE, {"fisher": Kronecker}),
+    "fedlpa": _fedlpa("FedLPA", factory=fedlpa, laws=_LAYERWISE),
     # The product of mean factors replaces the mean of products: equal models are not returned, nor
     # does a shift of all models shift the merge. Descent from there reaches both only in the limit.
-    "fedlpa_ea": Row(
-        "FedLPA (EA)",
-        _FEDLPA,
-        _EMPIRICAL,
-        partial(fedlpa, solver=expectation_approximation()),
-        (*_MASKED, "order", "equal curvatures", "layerwise", "statistics"),
-        {"fisher": Kronecker},
+    "fedlpa_ea": _fedlpa(
+        "FedLPA (EA)", factory=partial(fedlpa, solver=expectation_approximation()), laws=_LIMITS
     ),
-    "fedlpa_gd": Row(
-        "FedLPA (GD)",
-        _FEDLPA,
-        _EMPIRICAL,
-        partial(fedlpa, solver=residual_descent()),
-        (*_MASKED, "order", "equal curvatures", "layerwise", "statistics"),
-        {"fisher": Kronecker},
+    "fedlpa_gd": _fedlpa(
+        "FedLPA (GD)", factory=partial(fedlpa, solver=residual_descent()), laws=_LIMITS
     ),
     # Clients with different numbers of steps are scaled differently.
     "fednova": Row(
@@ -270,6 +259,15 @@ METHODS: dict[str, Row] = {
         "Nguyen et al., 2025",
         "weights and Gram matrices of layer inputs in the received network",
         partial(regmean, received=True),
+    ),
+    # A merge is of the models after the clients' second-order steps, not of the trained ones.
+    "preconditioned_mixing": Row(
+        "Preconditioned mixing",
+        "after Ishii et al., AAAI 2026",
+        _FACTORS,
+        preconditioned_mixing,
+        _CHANGES,
+        {"fisher": Kronecker},
     ),
     "single_set": _personal("SingleSet", "baseline", "nothing", single_set),
     "fedper": _personal("FedPer", "Arivazhagan et al., 2019", "weights but for the head", fedper),

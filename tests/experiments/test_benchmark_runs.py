@@ -21,6 +21,7 @@ TINY = {
     "pipeline": ["--dataset", "digits", "--epochs", "1"],
     "pfl": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3", *MATMUL],
     "rounds": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3"],
+    "population": ["--num-clients", "3", "--num-examples", "12", "--batch-size", "4"],
     "devices": ["--models", "lenet", "--num-clients", "2", "--num-examples", "12"],
 }
 

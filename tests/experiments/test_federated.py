@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from experiments.federated import __main__ as federated
 from experiments.federated import curves, plan, runs, tasks
 from experiments.federated.__main__ import main
 from experiments.harness import commands, config, figures, limits, records
+from experiments.harness import tasks as one_round_tasks
 from experiments.harness.config import AnyData, Federated, Merging
 
 ROOT = Path(__file__).parents[2]
@@ -409,6 +411,33 @@ def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     made += [algorithm("--fedfisher-diag.damping", "2"), algorithm("--fisher-kind", "sampled")]
     assert len(set(made)) == 5
     assert algorithm("--fedprox.mu", "1") == made[0]
+
+
+@pytest.mark.long
+def test_the_servers_adam_is_validated_in_rounds_as_in_one_round():
+    """By the same images if all clients train."""
+    words = ["--algorithms", "fedfisher_diag", "--solver", "adam", "--num-clients", "3"]
+    alone = ["--validation-clients", "0", "--held-out-clients", "0", "--cohort", "3"]
+    rounds = tasks.rounds(parse([*words, *alone, "--local-epochs", "1", "--partition-seed", "2"]))
+    asked = commands.read(
+        [*words, "--partition-seeds", "2"], "", "", config.one_shot, limits.check_one_shot
+    )
+    shot = one_round_tasks.one_round(asked)
+    images = shot.validation(2)
+    chex.assert_trees_all_equal(tuple(runs.validation(rounds)[:2]), tuple(images[:2]))
+    models = [shot.init(jax.random.key(seed)) for seed in range(3)]
+    method, federation = shot.methods["fedfisher_diag"], shot.federations[2]
+    sent = fj.merging.summarize(method.clients, models, federation, key=jax.random.key(0))
+    found, expected, last = (
+        fj.merging.merge(algorithm, models[0], sent, federation.weights)[0]
+        for algorithm in (
+            runs.prepare(rounds)["fedfisher_diag", 1].algorithm,
+            method.server(images),
+            method.server(None),
+        )
+    )
+    chex.assert_trees_all_equal(found, expected)
+    assert any(map(np.any, jax.tree.leaves(jax.tree.map(np.subtract, found, last))))
 
 
 @pytest.mark.parametrize(

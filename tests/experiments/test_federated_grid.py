@@ -178,7 +178,9 @@ def test_the_table_has_the_accuracies_of_its_rounds():
         for n in (1, 2, 3, 4)
         for split, fraction, add in (("test", None, 0), ("held_out", 0.5, 10))
     ]
-    (table,) = personal.tables_of(asked, rows)
+    each, table = personal.tables_of(asked, rows)
+    assert each.headings[2:] == ("1", "2", "3", "4")
+    assert [line[2:] for line in each.lines] == [("1.0", "2.0", "3.0", "4.0")] * 2
     numbers = [line[2:] for line in table.lines]
     assert numbers == [
         ("4.0 (4)", "4.0 (4)", "2.0 (2)", "14.0", "14.0", "12.0"),

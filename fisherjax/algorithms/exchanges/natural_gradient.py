@@ -18,6 +18,7 @@ from fisherjax import _sequences, fisher, leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
+from fisherjax.algorithms._fisher_updates import kfac_direction
 from fisherjax.algorithms.base import Algorithm, Link, WeightedSum, check_pass, weighted_sum
 from fisherjax.algorithms.exchanges._head_sums import check_head
 from fisherjax.algorithms.exchanges._rescaling import best_way, exact_products, regression
@@ -270,14 +271,7 @@ def _squared_error(
 @partial(jit, static_argnums=1)
 def _course(sums: WeightedSum, damping: tuple[float, ...]) -> Course:
     slopes: Slopes = sums.mean()
-    own, means = slopes.fisher, slopes.fisher.block_means()
-
-    def direction(damping: Array) -> Params:
-        shifts = {name: damping * mean for name, mean in means.items()}
-        found = own.blocks(own.inverse(shifts).mv(slopes.gradient))
-        # A block without curvature, whose inverse is the identity, is not moved.
-        return own.restore({name: jnp.where(means[name] > 0, -x, 0) for name, x in found.items()})
-
+    direction = partial(kfac_direction, slopes.fisher, slopes.gradient)
     return Course(slopes.loss, jax.lax.map(direction, jnp.array(damping)))
 
 
