@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from fisherjax import _arguments, devices, files, tree
+from fisherjax import _command_line, devices, files, tree
 from fisherjax._core import checks
 from fisherjax._self_check import IDENTITIES
 from fisherjax.files import base
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 on success. 1 if the input is invalid: then one line on stderr says why, and no file is
         written. Also 1 if `check` found a fault.
     """
-    given = vars(_arguments.parser(__doc__ or "", _COMMANDS).parse_args(arguments))
+    given = vars(_command_line.parser(__doc__ or "", _COMMANDS).parse_args(arguments))
     command = given.pop("command")
     if arguments is None:  # only when this is the program of the process
         # Python would end at once, and leave temporary files.

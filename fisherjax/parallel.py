@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit, trace_once
-from fisherjax._division import Division, chunks_of, divide, divide_chunks
+from fisherjax._device_division import Division, chunks_of, divide, divide_chunks
 from fisherjax.devices import AXIS, by_client, by_numpy, on_each, share_memory
 from fisherjax.typing import Array
 

@@ -36,7 +36,7 @@ ORDER = [
     "text",
     "_self_check",
     "devices",
-    "_division",
+    "_device_division",
     "parallel",
     "_minibatches",
     "_user_data",
@@ -65,7 +65,7 @@ ORDER = [
     "personalization",
     "theory",
     "flower",
-    "_arguments",
+    "_command_line",
     "__main__",
 ]
 BUILT = {  # folders whose files build on one another

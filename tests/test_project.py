@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fisherjax
-from fisherjax import _arguments
+from fisherjax import _command_line
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -94,7 +94,7 @@ def test_notebooks_begin_alike_and_import_no_checkout():
 @pytest.fixture(scope="module")
 def helps() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of the program, under "", and of each of its commands."""
-    made = _arguments.parser("What it does.", dict.fromkeys(_arguments.HELP, print))
+    made = _command_line.parser("What it does.", dict.fromkeys(_command_line.HELP, print))
     (commands,) = (x for x in made._actions if isinstance(x, argparse._SubParsersAction))
     return {"": made, **commands.choices}
 

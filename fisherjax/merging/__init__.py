@@ -1,7 +1,7 @@
 """Summarize clients, check their updates, and merge them to one model.
 
 Where to find: `_server_half` has the steps of the server, `_running_statistics` the average of
-BatchNorm's statistics, `exchanges` the messages without training. Updates are refused in
+BatchNorm's statistics, `run_exchanges` the messages without training. Updates are refused in
 `_upload_checks` (kind, leaves, weights) and `_finite_uploads` (values that are not finite).
 """
 

@@ -12,7 +12,7 @@ import optax
 from fisherjax import clients, devices, leaves, parallel, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
-from fisherjax._division import Division, divide
+from fisherjax._device_division import Division, divide
 from fisherjax._stacked import shapes_of_one
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm, nothing
 from fisherjax.clients import Federation

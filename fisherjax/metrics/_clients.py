@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fisherjax import _sequences, clients
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
-from fisherjax._division import Division, divide
+from fisherjax._device_division import Division, divide
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import Federation, minibatches, view, weights_of
 from fisherjax.metrics._targets import (

@@ -11,7 +11,7 @@ import numpy as np
 from fisherjax import clients, devices, leaves, local_update, parallel, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import eval_shape, jit
-from fisherjax._division import Division, divide
+from fisherjax._device_division import Division, divide
 from fisherjax._stacked import copies
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
