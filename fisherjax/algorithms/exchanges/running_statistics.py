@@ -100,7 +100,8 @@ def _client_statistics(
     held = tree.by_name(params)
     layers = [name.removesuffix("mean") for name in held if name.endswith("mean")]
     layers = [layer for layer in layers if f"{layer}second_moment" in held]
-    if model.apply_train is None or not layers:
+    train = model.apply_train
+    if train is None or not layers:
         raise ValueError(
             f"This network has {'no apply_train' if layers else 'no running moments'}; expected a "
             "model with BatchNorm, such as networks.model makes, or an apply_train of your own "
@@ -116,7 +117,7 @@ def _client_statistics(
             for layer, mean in means.items():
                 given |= _moments(layer, mean, jnp.zeros_like(mean), held)
             whole = leaves.replace(params, held | given)
-            return tree.by_name(model.apply_train(whole, inputs, key, weights)[1])
+            return tree.by_name(train(whole, inputs, key, weights)[1])
 
         # A statistic becomes (1 - a) times the old one and a times the minibatch's: of means, two
         # give both. At the minibatch's mean, the same holds for variances and second moments alike.
