@@ -202,7 +202,8 @@ def _problem(operator: Blockwise, matvec: Partial, system: dict[str, Any]) -> Qu
 
 def _is_damped(damping: Scalar) -> bool:
     # A traced damping may be zero; preconditioners check that block by block.
-    return checks.is_traced(damping) or bool(damping > 0)
+    # NumPy compares: under `jit`, JAX would trace the comparison with an array that is known.
+    return checks.is_traced(damping) or bool(np.asarray(damping) > 0)
 
 
 def _system(operator: Blockwise, damping: Scalar, product: Any, **system: Any) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def number(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> 
         expected = "a finite number, " + ("zero or more" if low == 0 else f"at least {low:g}")
     if not _is_real(value):
         raise TypeError(f"{name} is {value!r}; expected {expected}.")
-    if _is_huge(value) or not low <= value < below:  # negated: NaN compares false
+    known = np.asarray(value) if isinstance(value, jax.Array) else value  # also under `jit`
+    if _is_huge(known) or not low <= known < below:  # negated: NaN compares false
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,3 +241,15 @@ def test_damping_goes_from_fedfish_to_federated_averaging(world, key):
 def test_squares_of_the_last_epoch_have_no_other_kind():
     with pytest.raises(ValueError, match="last_epoch is True and kind is true"):
         algorithms.fedfish(MODEL, last_epoch=True, kind=fj.fisher.true)
+
+
+def test_a_damping_may_be_an_array_also_within_a_compiled_merge(world, key):
+    federation, stacked = world
+    _, updates = summarize(world, key, batch_size=2)
+
+    def merged(damping):
+        method = algorithms.fedfish(MODEL, batch_size=2, damping=damping)
+        return merging.merge(method, {"w": stacked["w"][0]}, updates, federation.weights)[0]
+
+    known = jnp.array(0.5)
+    chex.assert_trees_all_close(jax.jit(lambda: merged(known))(), merged(0.5), rtol=1e-6)
