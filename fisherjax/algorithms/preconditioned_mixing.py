@@ -52,10 +52,10 @@ def preconditioned_mixing(
         model: The network and the likelihood of its outputs.
         steps: Number of second-order steps after a client's training by the user's optimiser
             (default 1). `optax.sgd(0.0)` leaves only these.
-        step_damping: mu_i of each layer, in units of its mean eigenvalue (default 1).
+        step_damping: Damping mu_i of each layer in the steps, in units of its mean eigenvalue.
         fisher: `fisher.kfac`, or a `functools.partial` of it.
         kind: Kind of the Fisher information, as in `fedfisher`.
-        damping: lambda of each layer, in units of the mean eigenvalue of sum_i p_i F_i (default 1).
+        damping: Damping lambda of each layer, in units of the mean eigenvalue of sum_i p_i F_i (default 1).
         solver: Solver of the server's system (default `solvers.conjugate_gradients()`).
         batch_size: Minibatch size of the passes that compute F_i and g_i.
         max_examples: Largest number of a client's examples for F_i; None uses all, as g_i does.
