@@ -55,7 +55,8 @@ def preconditioned_mixing(
         step_damping: Damping mu_i of each layer in the steps, in units of its mean eigenvalue.
         fisher: `fisher.kfac`, or a `functools.partial` of it.
         kind: Kind of the Fisher information, as in `fedfisher`.
-        damping: Damping lambda of each layer, in units of the mean eigenvalue of sum_i p_i F_i (default 1).
+        damping: Damping lambda of each layer, in units of the mean eigenvalue of sum_i p_i F_i
+            (default 1).
         solver: Solver of the server's system (default `solvers.conjugate_gradients()`).
         batch_size: Minibatch size of the passes that compute F_i and g_i.
         max_examples: Largest number of a client's examples for F_i; None uses all, as g_i does.
