@@ -59,6 +59,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 plt.rcParams.update({"axes.titlelocation": "left", "axes.titlesize": "medium"})
 MERGED, REFERENCE = "#0b5fa5", "#a3a3a3"
 CLIENT_COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"]  # Okabe and Ito's
+CLIENT_LINES = ["--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1))]
 
 # %% [markdown]
 # ## The data
@@ -346,7 +347,8 @@ for panel, (title, values) in zip(panels, curves.items(), strict=True):
     everybody = values @ federation.weights
     print(f"{title}, lowest for everybody at {line[everybody.argmin()]:.2f} of the way")
     for client, name in enumerate(names):
-        panel.plot(line, values[:, client], color=CLIENT_COLOURS[client], label=name)
+        look = {"color": CLIENT_COLOURS[client], "linestyle": CLIENT_LINES[client]}
+        panel.plot(line, values[:, client], **look, label=name)
     panel.plot(line, everybody, color="black", linewidth=3, label="everybody")
     panel.set(xticks=(0, 1), xticklabels=("FedAvg", "FedFisher"), title=title)
     panel.set(ylabel="nats", ylim=(0, None))

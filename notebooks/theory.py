@@ -175,11 +175,12 @@ print(f"weights put together from their coefficients: off by {float(error):.1e}"
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(11, 3.4))
-for number, colour in {1: GREY, 4: ORANGE, 16: BLUE}.items():
+looks = {1: {"color": GREY, "ls": ":"}, 4: {"color": ORANGE, "ls": "--"}, 16: {"color": BLUE}}
+for number, look in looks.items():
     *_, history = learn(number * [0], feature_learning.average(number))
     for axes, values in zip(panels, (history.signal, history.noise), strict=False):
-        axes.plot(values[:, 1:, 0].ravel(), color=colour, label=f"{number} clients")
-    panels[2].plot(history.test_accuracy.mean(-1), color=colour)
+        axes.plot(values[:, 1:, 0].ravel(), **look, label=f"{number} clients")
+    panels[2].plot(history.test_accuracy.mean(-1), **look)
 titles = "signal learned, gamma", "noise memorised, rho", "test accuracy"
 for axes, title in zip(panels, titles, strict=True):
     axes.set(title=title, xlabel="round" if title == "test accuracy" else "local step")
