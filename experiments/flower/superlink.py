@@ -30,12 +30,15 @@ class Config(links.Security):
     """Port for nodes and for runs."""
     folder: commands.Folder = Path("runs/superlink")
     """Folder for its database and the apps."""
+    in_memory: bool = False
+    """Keep no database on disk. Many nodes need this; a superlink that ends forgets its runs."""
 
 
 def flower_command(asked: Config) -> list[str]:
     """Return Flower's command for the superlink."""
     command = [processes.program("flower-superlink"), "--host", asked.host]
-    command += ["--port", str(asked.port), "--database", str(asked.folder / "superlink.db")]
+    database = ":flwr-in-memory:" if asked.in_memory else str(asked.folder / "superlink.db")
+    command += ["--port", str(asked.port), "--database", database]
     # Apps run in this environment.
     command += ["--disable-runtime-dependency-installation"]
     if asked.keys is None:

@@ -24,6 +24,8 @@ STRATEGIES = ("fisherjax", "flower")
 _OVERLAY = Path(__file__).with_name("app")
 _NAMES = ("start", "import", "compile", "work")
 
+_ON_DISK = 8  # most nodes of a superlink whose database is a file
+
 
 class Measured(NamedTuple):
     """One round of a run; a line of results.csv. Seconds of clients are means."""
@@ -76,7 +78,9 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
     folder = asked.out / "flower"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    link = superlink.Config(insecure=True, port=asked.port, folder=folder / "superlink")
+    where = {"port": asked.port, "folder": folder / "superlink"}
+    # A database on disk is locked for seconds by more nodes.
+    link = superlink.Config(insecure=True, in_memory=nodes > _ON_DISK, **where)
     link.folder.mkdir()
     for port in range(asked.port, asked.port + nodes + 1):
         processes.check_free(link.host, port)
