@@ -137,16 +137,16 @@ class Algorithm(NamedTuple, Generic[Report]):
     `Algorithm[Info]` is the type of one that reports an `Info`, which `merging.merge` returns.
 
     Attributes:
-        summarize: (key, trained, examples, local) -> (update, local), called for one client.
+        summarize: (key, trained, examples, local) -> (update, local), called for one client. An
+            update's "statistics", running statistics by name, replace those that training left.
         aggregate: (key, sums or (updates, weights), params, state, cohort) -> (params, state,
             info), where `cohort` [K] are the indices of the participating clients. An `aggregate`
             that takes long is a `Stages`, whose progress `in_stages` reports.
         reduce: (stacked updates, weights [K]) -> sums, or None if the server needs each update.
         decode: (values of stacked updates, params) -> input of `reduce` and `aggregate`; it
             inverts what a wrapper, such as compression, did to the values on the clients.
-        optimizer: Function that wraps the user's optimiser, which then receives the extra
-            arguments `start`, `extras` and `last_epoch`. It returns the same object for equal
-            optimisers.
+        optimizer: Function that wraps the user's optimiser, which then receives `start`, `extras`
+            and `last_epoch` too. It returns the same object for equal optimisers.
         kind: Description of the updates.
         model: The network that `summarize` runs, by which the data are checked; None if it runs
             none.

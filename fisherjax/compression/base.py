@@ -117,7 +117,9 @@ def _compressed(algorithm: Algorithm, codec: Codec) -> Algorithm:
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         values, local = algorithm.summarize(key, trained, examples, local)
         # The codec sees the values only, so that it works for every method.
-        return {"update": codec.encode(values, trained.start)}, local
+        statistics = {name: x for name, x in values.items() if name == "statistics"}
+        values = {name: x for name, x in values.items() if name not in statistics}
+        return {"update": codec.encode(values, trained.start)} | statistics, local
 
     def decoded(values: dict[str, Any], params: Params) -> dict[str, Any]:
         # One client after another, because decoding takes many times the memory of the upload.

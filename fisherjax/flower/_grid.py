@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 _POLL = 0.5  # least seconds between two looks for replies
 _MOST = 10  # questions a second: each is a write in the superlink's database
+_LONGEST = 10.0  # seconds between two looks, for any number of nodes
 
 
 _UNREADABLE = (
@@ -53,7 +54,7 @@ def replies(grid: Grid, messages: Iterable[Message], timeout: float) -> Iterator
         if time.monotonic() >= end:
             break
         if waiting and not found:
-            pause = max(_POLL, len(waiting) / _MOST)
+            pause = min(max(_POLL, len(waiting) / _MOST), _LONGEST)
             time.sleep(min(pause, max(0.0, end - time.monotonic())))
     for node in (*missing, *waiting.values()):
         yield Reply(node, None)

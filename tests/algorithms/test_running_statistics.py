@@ -99,6 +99,29 @@ def test_a_running_mean_of_moments_gives_the_same_as_one_of_variances(share):
     np.testing.assert_allclose(found["second_moment"], (INPUTS**2).mean(0), rtol=1e-4)
 
 
+def test_only_statistics_that_move_are_computed_again():
+    def train(params, x, key, weights):
+        now = {"mean": x.mean(0), "second_moment": (x**2).mean(0)}
+        new = jax.tree.map(lambda old, x: 0.9 * old + 0.1 * x, params["norm"], now)
+        return x @ params["w"], params | {"norm": new}
+
+    norm = {"mean": jnp.ones(6), "second_moment": 2 * jnp.ones(6)}
+    params = {"w": jnp.ones((6, 3)), "norm": norm, "fixed": norm, "trained": norm}
+    no = {"mean": False, "second_moment": False}
+    mask = {"w": True, "norm": no, "fixed": no, "trained": {"mean": True, "second_moment": True}}
+    model = fj.Model(lambda p, x: x @ p["w"], fj.likelihoods.categorical, train, mask)
+    found = again(model=model, params=params)
+    chex.assert_trees_all_equal((found["fixed"], found["trained"]), (norm, norm))
+    np.testing.assert_allclose(found["norm"]["mean"], INPUTS.mean(0), atol=1e-5)
+
+
+def test_they_are_sent_as_they_are_by_a_method_that_is_compressed():
+    method = fj.algorithms.running_statistics(MODEL, batch_size=8)
+    packed = fj.compression.compressed(method, fj.compression.quantized(8))
+    found = fj.merging.exchange(packed, PARAMS, FEDERATION, key=KEY)[0]
+    chex.assert_trees_all_equal(found, again())
+
+
 def test_all_other_leaves_stay_bit_for_bit():
     found = again()
     chex.assert_trees_all_equal(found["params"], PARAMS["params"])

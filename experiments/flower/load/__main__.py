@@ -4,11 +4,12 @@
 
 Everything runs on this machine: a superlink, so many supernodes, and one run after another, which
 alternate between fisherjax's averaging and Flower's. Clients train with JAX, or replay a recorded
-upload. The first round of a run is left out, as the server compiles in it. An interrupt ends
-everything at once, and the same command goes on after the last whole run. results.csv has a row for
-each round; summary.md has the tables: seconds without the start, imports and compilation of the
-clients, with the quotient of both strategies and its interval of 95 %; the server's peak memory
-above that before the first round; and bytes through the socket over those of the arrays.
+upload. Above eight nodes the superlink has no database on disk. The first round of a run is left
+out, as the server compiles in it. An interrupt ends everything at once, and the same command goes
+on after the last whole run. results.csv has a row for each round; summary.md has the tables:
+seconds without the start, imports and compilation of the clients, with the quotient of both
+strategies and its interval of 95 %; the server's peak memory above that before the first round; and
+bytes through the socket over those of the arrays.
 """
 
 import dataclasses

@@ -96,13 +96,16 @@ def _client_statistics(
     model: Model, batch_size: int, params: Params, examples: Examples, key: Key
 ) -> dict[str, Array]:
     """Return a client's moments by name, as means over its examples."""
-    held = tree.by_name(params)
-    layers = [name.removesuffix("mean") for name in held if name.endswith("mean")]
-    layers = [layer for layer in layers if f"{layer}second_moment" in held]
+    held, kinds = tree.by_name(params), leaves.kinds(model, params, examples.inputs)
+    # Trained and frozen leaves may have such names too.
+    running = {name for name, kind in zip(held, kinds, strict=True) if kind == leaves.STATISTICS}
+    named = [name.removesuffix("mean") for name in held if name.endswith("mean")]
+    layers = [layer for layer in named if {f"{layer}mean", f"{layer}second_moment"} <= running]
     train = model.apply_train
     if train is None or not layers:
+        missing = "apply_train" if named and train is None else "running moments"
         raise ValueError(
-            f"This network has {'no apply_train' if layers else 'no running moments'}; expected a "
+            f"This network has no {missing}; expected a "
             "model with BatchNorm, such as networks.model makes, or an apply_train of your own "
             "that returns moments (networks.to_moments)."
         )
@@ -124,12 +127,16 @@ def _client_statistics(
         zeros = {layer: jnp.zeros_like(held[f"{layer}mean"]) for layer in layers}
         low, high = update(zeros), update(jax.tree.map(jnp.ones_like, zeros))
         shares = {layer: 1 - (high[f"{layer}mean"] - low[f"{layer}mean"]) for layer in layers}
+        # A network may return what it received: then there is nothing to compute.
+        moves = {layer: share > 0 for layer, share in shares.items()}
+        shares = {layer: jnp.where(moves[layer], share, 1) for layer, share in shares.items()}
         means = {layer: low[f"{layer}mean"] / share for layer, share in shares.items()}
         centred, found = update(means), {}
         for layer, mean in means.items():
             second = centred[f"{layer}second_moment"]
             variance = centred.get(f"{layer}within", second - mean**2) / shares[layer]
-            found |= _moments(layer, mean, variance, held)
+            for name, moment in _moments(layer, mean, variance, held).items():
+                found[name] = jnp.where(moves[layer], moment, held[name])
         return jax.tree.map(lambda x: weights.sum().astype(x.dtype) * x, found)
 
     found = _passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)
