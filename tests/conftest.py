@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.harness import choices
 from fisherjax.typing import ByPosition
 
 # Scripts for a type checker, which are not run.
@@ -65,6 +66,25 @@ def _few_programs_in_memory() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_text().count("\n") > MOST_MAPS:
         jax.clear_caches()
+
+
+@contextlib.contextmanager
+def own_choices() -> Iterator[None]:
+    """Forget what was added to the methods, networks and data sets."""
+    before = {name: dict(table) for name, table in choices._TABLES.items()}
+    try:
+        yield
+    finally:
+        for name, table in choices._TABLES.items():
+            table.clear()
+            table.update(before[name])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_choices() -> Iterator[None]:
+    """Leave no method, variant, network or data set of one file of tests to the next."""
+    with own_choices():
+        yield
 
 
 @pytest.fixture(scope="session")

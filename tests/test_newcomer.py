@@ -22,7 +22,6 @@ from experiments import __main__ as listing
 from experiments.harness import records
 from experiments.one_shot import __main__ as one_shot
 from fisherjax import __main__ as program
-from tests.harness.test_folders import own_choices
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
@@ -330,8 +329,7 @@ def board(tmp_path_factory):
     (folder / "my_file.py").write_text(code)
     words = f"--import {folder}/my_file.py --dataset blobs --epochs 1 --seeds 0 --no-central"
     words = [*words.split(), "--partition-seeds", "0", "--out", f"{folder}/run", "--keep-clients"]
-    with own_choices():  # other files of tests bring a median of their own
-        yield SimpleNamespace(folder=folder / "run", words=words)
+    return SimpleNamespace(folder=folder / "run", words=words)
 
 
 def algorithms_of(board):

@@ -9,7 +9,6 @@ import math
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ from experiments.harness.records import ONE_SHOT, RESULTS, Row
 from experiments.personalized import pictures
 from experiments.personalized import settings as personalized
 from experiments.personalized.settings import Config as Personalized
+from tests.conftest import own_choices
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "experiments" / "results"
@@ -535,18 +535,6 @@ def test_a_terminated_process_leaves_whole_files_and_nothing_beside_them(tmp_pat
 
 
 # Variants and files of one's own
-
-
-@contextlib.contextmanager
-def own_choices() -> Iterator[None]:
-    """Forget what was added to the methods, networks and data sets."""
-    before = {name: dict(table) for name, table in choices._TABLES.items()}
-    try:
-        yield
-    finally:
-        for name, table in choices._TABLES.items():
-            table.clear()
-            table.update(before[name])
 
 
 def test_a_variant_is_the_method_with_other_options():

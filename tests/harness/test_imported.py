@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.harness import choices, commands, config
-from tests.harness.test_folders import own_choices
+from tests.conftest import own_choices
 
 HEAD = """
 import numpy as np, sys
