@@ -12,9 +12,10 @@ from experiments.harness import studies, tables
 
 _WORDS = (
     "Seconds are means of a round, ± half the width of an interval of 95 %; start, import, compile "
-    "and work are means over clients, rest is the remainder of the round: transfer, in which nodes "
-    "look for messages every 3 seconds, and aggregation. The quotient, fisherjax over Flower, "
-    "is of work and rest, with its interval. Memory is the peak of the server app above that "
+    "and work are means over clients; aggregation is from the last upload's arrival to the merged "
+    "model; transfer is the remainder of the round, in which nodes look for messages every 3 "
+    "seconds. The quotient, fisherjax over Flower, is of work, transfer and aggregation, with its "
+    "interval. Memory is the peak of the server app above that "
     "before the first round, superlink that process's peak until then. Wire is all bytes "
     "through the nodes' sockets over those of the arrays."
 )
@@ -34,29 +35,34 @@ def report(asked: Any, rows: Sequence[Measured], program: str, console: Console)
         compared.append(
             (f"{nodes} {work}, {size:g} MB", f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}")
         )
-    headings = ("nodes", "strategy", "rounds", "start", "import", "compile", "work", "rest")
+    headings = ("nodes", "strategy", "rounds", "start", "import", "compile", "work", "transfer")
     shown = [
-        tables.Table("Load on Flower", (*headings, "memory", "superlink", "wire"), lines, text=2),
+        tables.Table(
+            "Load on Flower",
+            (*headings, "aggregation", "memory", "superlink", "wire"),
+            lines,
+            text=2,
+        ),
         tables.Table("fisherjax over Flower", ("nodes", "quotient", "from", "to"), compared),
     ]
     studies.report(asked, program, shown, {}, console, words=_WORDS, heading="Load on Flower")
 
 
 def _sums(rows: Sequence[Measured]) -> list[float]:
-    return [row.train + row.rest for row in rows]
+    return [row.train + row.transfer + row.aggregate for row in rows]
 
 
 def _cells(rows: Sequence[Measured]) -> list[str]:
     """Return the means of a strategy's rounds."""
-    names = ("start", "imports", "compile", "train", "rest")
-    times = [_interval([getattr(row, name) for row in rows]) for name in names]
+    digits = {"start": 2, "imports": 2, "compile": 2, "train": 2, "transfer": 2, "aggregate": 3}
+    times = [_interval([getattr(row, n) for row in rows], places) for n, places in digits.items()]
     memory = (tables.size(max(getattr(row, n) for row in rows)) for n in ("memory", "superlink"))
     return [str(len(rows)), *times, *memory, f"{fmean(row.wire for row in rows):.3f}"]
 
 
-def _interval(values: Sequence[float]) -> str:
+def _interval(values: Sequence[float], digits: int) -> str:
     half = 1.96 * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f"{fmean(values):.2f} ± {half:.2f}"
+    return f"{fmean(values):.{digits}f} ± {half:.{digits}f}"
 
 
 def quotient(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

@@ -41,7 +41,8 @@ class Measured(NamedTuple):
     imports: float
     compile: float
     train: float  # seconds of the clients' work
-    rest: float  # seconds of the round without all of these: transfer and aggregation
+    transfer: float  # seconds of the round without all of these and aggregation
+    aggregate: float  # seconds from the last upload's arrival to the merged model
     memory: float  # peak bytes of the server app above those before the first round
     superlink: float  # peak bytes of the superlink since its start
     wire: float  # bytes through the sockets of the nodes in the run, over those of its arrays
@@ -185,7 +186,7 @@ def _rows(
     for number, row in enumerate(rounds[1:], 2):
         times = [row[name] for name in _NAMES]
         # Clients' start, import, compilation and work are of the round, as they run side by side.
-        rest, memory = row["seconds"] - sum(times), row["memory"] - first["memory"]
-        counts = number, int(row["clients"])
-        found.append(Measured(*unit, *counts, *times, rest, memory, superlink, wire))
+        times += [row["seconds"] - sum(times) - row["aggregate"], row["aggregate"]]
+        counts, memory = (number, int(row["clients"])), row["memory"] - first["memory"]
+        found.append(Measured(*unit, *counts, *times, memory, superlink, wire))
     return found

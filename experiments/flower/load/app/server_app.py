@@ -3,7 +3,7 @@
 import json
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,12 +34,12 @@ def main(grid: Grid, context: Context) -> None:
     Path(config["record"]).write_text(json.dumps(rows))
 
 
-def row(began: float, ended: float, clients: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the seconds of a round, means of those of its clients, and the server's memory."""
-    clients = list(clients)
+def row(began: float, arrived: float, clients: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return what is known of a round that ends now, whose last upload arrived at a time."""
     means = {name: fmean(own[name] for own in clients) for name in seconds.NAMES}
-    own = {"clients": len(clients), "seconds": ended - began, "memory": memory()}
-    return {**own, **means}
+    ended = time.time()
+    times = {"seconds": ended - began, "aggregate": ended - arrived}
+    return {"clients": len(clients), **times, "memory": memory(), **means}
 
 
 def memory() -> float:
@@ -67,7 +67,9 @@ def by_fisherjax(grid: Grid, config: dict[str, Any]) -> list[dict[str, float]]:
     def after(state: flower.ServerState, report: flower.Report) -> None:
         del report
         jax.block_until_ready(state.params)
-        rows.append(row(began[0], time.time(), (each.seconds for each in metered.taken())))
+        taken = metered.taken()
+        last = max(each.arrived for each in taken)
+        rows.append(row(began[0], last, [each.seconds for each in taken]))
         began[0] = time.time()
 
     server.run(metered, config["rounds"], after)
@@ -87,10 +89,10 @@ class Timed(FedAvg):
 
     def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
         """Aggregate a round."""
-        replies = list(replies)
+        replies, arrived = list(replies), time.time()
         own = [dict(reply.content["seconds"]) for reply in replies if reply.has_content()]
         found = super().aggregate_train(server_round, replies)
-        self.rows.append(row(self.began, time.time(), own))
+        self.rows.append(row(self.began, arrived, own))
         return found
 
 
