@@ -125,7 +125,7 @@ SHARED = [
     *("quantized", "matrices", "stream"),
     *(
         "statistics",
-        "client_half",
+        "summaries",
         "_running_statistics",
         "_server_half",
         "merges",

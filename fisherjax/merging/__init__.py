@@ -8,10 +8,10 @@ BatchNorm's statistics, `run_exchanges` the messages without training. Updates a
 from fisherjax._finite_uploads import Diverged, check_updates
 from fisherjax.merging._running_statistics import SumsAndStatistics
 from fisherjax.merging._server_half import Merged, server_half
-from fisherjax.merging.client_half import summarize, summarize_cohort, summarize_memory
 from fisherjax.merging.merges import merge
 from fisherjax.merging.run_exchanges import Message, exchange, exchange_memory, messages
 from fisherjax.merging.streams import merge_stream, merge_sums, sum_stream
+from fisherjax.merging.summaries import summarize, summarize_cohort, summarize_memory
 
 __all__ = [
     "Diverged",

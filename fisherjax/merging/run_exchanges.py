@@ -11,8 +11,8 @@ from fisherjax._core.compiler import eval_shape
 from fisherjax.algorithms.base import Algorithm, Report, Update, as_sequence
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory
-from fisherjax.merging.client_half import summarize, summarize_memory
 from fisherjax.merging.merges import merge
+from fisherjax.merging.summaries import summarize, summarize_memory
 from fisherjax.training import Trained, untrained
 from fisherjax.typing import Key, Params
 
