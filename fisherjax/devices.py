@@ -1,14 +1,10 @@
-"""Choose the devices of clients, place arrays on them, and predict the memory of a program.
-
-`training.train_memory`, `merging.summarize_memory` and `merging.exchange_memory` predict that of a
-run's steps; `experiments.harness.memory` that of a whole command.
-"""
+"""Choose the devices of clients, place arrays on them, and predict the memory of a program."""
 
 import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from fisherjax._core import checks, compiler
+from fisherjax._predicted_memory import Memory, memory
 from fisherjax._self_check import IDENTITIES, Fault, faults
 from fisherjax.typing import Array, Device
 
@@ -41,18 +38,6 @@ AXIS = "clients"
 _PASS = "cpu-parallel-task-assigner"
 """The pass of XLA that divides elementwise operations among threads."""
 _UNDIVIDED = f"--xla_disable_hlo_passes={_PASS}"
-
-
-class Memory(NamedTuple):
-    """Memory of a program on one device.
-
-    Attributes:
-        resident: Bytes of its arguments and results.
-        scratch: Bytes of its temporary arrays.
-    """
-
-    resident: int
-    scratch: int
 
 
 def one_per_core() -> None:
@@ -261,23 +246,3 @@ def stacked_shapes(tree: Any, num_clients: int, mesh: Mesh | None) -> Any:
         return jax.ShapeDtypeStruct((num_clients, *jnp.shape(x)), dtype, sharding=sharding)
 
     return jax.tree.map(stack, tree)
-
-
-def memory(compiled_function: Any, *arguments: Any) -> Memory:
-    """Return the memory that a program will need, by compiling it without running it.
-
-    Args:
-        compiled_function: The result of `jax.jit`.
-        *arguments: Its arguments, as arrays or as shapes (`jax.ShapeDtypeStruct`).
-
-    Returns:
-        The bytes. A later call with such arguments does not compile again.
-
-    Example:
-        >>> memory(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((1000,), "float32")).resident
-        8000
-    """
-    analysis = compiled_function.lower(*arguments).compile().memory_analysis()
-    # A result in the place of a donated argument is counted once.
-    resident = analysis.argument_size_in_bytes + analysis.output_size_in_bytes
-    return Memory(resident - analysis.alias_size_in_bytes, analysis.temp_size_in_bytes)

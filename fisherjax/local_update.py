@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import _optimizers, _sequences, clients, leaves
+from fisherjax import _optimizers, _padding, clients, leaves
 from fisherjax.clients import Federation
 from fisherjax.typing import Array, Key, Model, Params
 
@@ -102,7 +102,7 @@ def client_epochs(
     epochs: Array,
 ) -> Callable[[Array, State], tuple[State, Array]]:
     """Make a client's function `epoch(number, state) -> (state, mean loss of its examples)`."""
-    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
+    examples = _padding.drop_uncounted(local.model, clients.view(federation, place))
     size = _size(local, federation, place)
     # Folded with the id, not the place: a client has the same draws in every cohort.
     key = clients.client_key(key, clients.TRAIN, clients.ids(federation)[place])
@@ -142,7 +142,7 @@ def sizes(local: LocalTraining, federation: Federation) -> Array:
 def _size(local: LocalTraining, federation: Federation, place: Array) -> Array:
     if local.model.positions is None:
         return federation.sizes[place]
-    examples = _sequences.drop_uncounted(local.model, clients.view(federation, place))
+    examples = _padding.drop_uncounted(local.model, clients.view(federation, place))
     return jnp.count_nonzero(clients.weights_of(examples)).astype(federation.sizes.dtype)
 
 
@@ -163,7 +163,7 @@ def _step(
             outputs, new = model.apply(all_leaves, inputs), None
         else:
             outputs, new = model.apply_train(all_leaves, inputs, key, weights)
-        likelihood = _sequences.likelihood(model, inputs, outputs.shape)
+        likelihood = _padding.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # `where` is used because zero times NaN is NaN.
         total = jnp.where(weights > 0, losses, 0).sum()

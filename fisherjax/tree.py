@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import _foreign
+from fisherjax import _other_libraries
 from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
@@ -70,7 +70,7 @@ def shape_of(tree: Any, size: int | None = None) -> Any:
         shape = jnp.shape(x) if size is None else (size, *jnp.shape(x)[1:])
         return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-    return jax.tree.map(one, _foreign.as_arrays(tree, "A leaf"))
+    return jax.tree.map(one, _other_libraries.as_arrays(tree, "A leaf"))
 
 
 def as_arrays(tree: Any) -> Any:
@@ -81,7 +81,7 @@ def as_arrays(tree: Any) -> Any:
         ()
     """
     default = jnp.result_type(float)  # else they would be weakly typed, and programs compile again
-    tree = _foreign.as_arrays(tree, "A leaf")
+    tree = _other_libraries.as_arrays(tree, "A leaf")
     return jax.tree.map(lambda x: jnp.asarray(x, default) if type(x) is float else x, tree)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from fisherjax._foreign import as_arrays
+from fisherjax._other_libraries import as_arrays
 
 Array: TypeAlias = jax.Array
 AnyArray: TypeAlias = jax.Array | np.ndarray  # of either library

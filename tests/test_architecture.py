@@ -20,14 +20,14 @@ import fisherjax
 PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 
 ORDER = [
-    "_foreign",
+    "_other_libraries",
     "typing",
     "tree",
     "_stacked",
     "_core",
     "leaves",
     "likelihoods",
-    "_sequences",
+    "_padding",
     "nn",
     "networks",
     "_cinic10",
@@ -35,6 +35,7 @@ ORDER = [
     "partition",
     "text",
     "_self_check",
+    "_predicted_memory",
     "devices",
     "_device_division",
     "parallel",

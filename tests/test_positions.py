@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import fisherjax as fj
-from fisherjax import _sequences
+from fisherjax import _padding
 from fisherjax._core import checks, output_checks
 from fisherjax.algorithms.exchanges._head_sums import head_sums
 
@@ -381,10 +381,10 @@ def test_sentences_without_tokens_leave_no_trace_and_no_nan(name, key):
 def test_a_model_without_positions_goes_through_nothing():
     model = fj.Model(each, fj.likelihoods.categorical)
     data = examples("each", SHORT)
-    assert _sequences.drop_uncounted(model, data) is data
-    assert _sequences.counted_positions(model, data.inputs) is None
-    assert _sequences.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
-    assert _sequences.counted_targets(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
+    assert _padding.drop_uncounted(model, data) is data
+    assert _padding.counted_positions(model, data.inputs) is None
+    assert _padding.likelihood(model, data.inputs, (N, SHORT, CLASSES)) is model.likelihood
+    assert _padding.counted_targets(model, data.inputs, (N, SHORT, CLASSES), data.targets) is None
     assert output_checks.replace_ignored(model, (N, SHORT, CLASSES), data.targets) is data.targets
 
 
@@ -431,7 +431,7 @@ def test_zeros_and_ones_are_as_good_as_booleans():
     inputs = padded(TOKENS, LONG)
     for dtype in (jnp.int8, jnp.float32):
         other = model._replace(positions=lambda x, d=dtype: is_token(x).astype(d))
-        np.testing.assert_array_equal(_sequences.counted_positions(other, inputs), is_token(inputs))
+        np.testing.assert_array_equal(_padding.counted_positions(other, inputs), is_token(inputs))
 
 
 def shared_by_heads(p, tokens):

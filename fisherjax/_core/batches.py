@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import tree
-from fisherjax._foreign import as_array, check_keys
+from fisherjax._other_libraries import as_array, check_keys
 from fisherjax.typing import AnyArray, Inputs
 
 

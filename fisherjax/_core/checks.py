@@ -18,7 +18,7 @@ from jax.core import Tracer
 
 from fisherjax import tree
 from fisherjax._core import batches
-from fisherjax._foreign import check_keys
+from fisherjax._other_libraries import check_keys
 from fisherjax.typing import AnyArray, Examples, Key, Likelihood, Model, Params
 
 

@@ -1,6 +1,6 @@
 """Compute which locations of each layer are padding, from the padding mask of a model.
 
-A model with `positions` returns a mask m [B, T] of the positions that count (`_sequences`). A layer
+A model with `positions` returns a mask m [B, T] of the positions that count (`_padding`). A layer
 is applied at T locations of an example, or at T times the size of further axes, such as those of
 attention heads. With T_n the number of positions of example n that count, the factors of K-FAC are
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import _sequences, leaves, local_update, solvers
+from fisherjax import _padding, leaves, local_update, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached, name_of
 from fisherjax.algorithms._fisher_updates import fisher_sums, solve_sums
@@ -110,14 +110,14 @@ def _summary(
 
     def loss(apply: Apply, params: Params, inputs: Array, targets: Array, weights: Array) -> Array:
         outputs = apply(params, inputs)
-        likelihood = _sequences.likelihood(model, inputs, outputs.shape)
+        likelihood = _padding.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # Rows of weight zero are copies that fill a short minibatch: they are not counted.
         return jnp.where(weights > 0, losses, 0).sum() / (weights > 0).sum()
 
     def squares(key: Key, params: Params, examples: Examples) -> Params:
         # Shuffled, because a squared mean gradient depends on which examples share a minibatch.
-        examples = _sequences.drop_uncounted(model, examples)
+        examples = _padding.drop_uncounted(model, examples)
         number, batch = minibatches(shuffled(key, examples), batch_size)
         apply, trained = leaves.bind_untrained(model, params)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fisherjax import _sequences, leaves, quadratic, solvers, tree
+from fisherjax import _padding, leaves, quadratic, solvers, tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
@@ -160,11 +160,11 @@ def _mean_location_counts(
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(model.apply, params, x)
-        counts = locations.counted(seen, _sequences.counted_positions(model, x))
+        counts = locations.counted(seen, _padding.counted_positions(model, x))
         pairs = zip(seen.layers, counts, strict=True)
         return {x.kernel: jnp.vdot(w, c.sum(1)) for x, c in pairs if c is not None}
 
-    unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
+    unlabelled = _padding.drop_uncounted(model, examples)._replace(targets=None)
     means = _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
     # The factors of a client without examples are zero.
     return {name: jnp.where(mean > 0, mean, 1) for name, mean in means.items()}

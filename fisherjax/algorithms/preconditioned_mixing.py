@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, leaves, solvers
+from fisherjax import _padding, leaves, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value, cached, name_of
 from fisherjax._core.compiler import jit
@@ -141,7 +141,7 @@ def _gradient(model: Model, batch_size: int, params: Params, examples: Examples)
 
     def loss(w: Params, inputs: Array, targets: Array, weights: Array) -> Array:
         outputs = apply(w, inputs)
-        likelihood = _sequences.likelihood(model, inputs, outputs.shape)
+        likelihood = _padding.likelihood(model, inputs, outputs.shape)
         losses = likelihood.negative_log_likelihood(outputs, targets)
         # Rows of weight zero fill a short minibatch.
         return jnp.where(weights > 0, weights.astype(losses.dtype) * losses, 0).sum()
@@ -150,5 +150,5 @@ def _gradient(model: Model, batch_size: int, params: Params, examples: Examples)
         del key
         return jax.grad(loss)(own, inputs, targets, weights)
 
-    examples = _sequences.drop_uncounted(model, examples)
+    examples = _padding.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)

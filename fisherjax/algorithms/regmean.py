@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, leaves, tree
+from fisherjax import _padding, leaves, tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit
@@ -160,7 +160,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> dict[str, Array]:
         del y, key
         seen = trace(apply, params, x)
-        counts = locations.counted(seen, _sequences.counted_positions(model, x))
+        counts = locations.counted(seen, _padding.counted_positions(model, x))
         moments = input_moments(seen, w, expand, counts)
         # The last row and column of a moment belong to the bias, if there is one.
         dense = {
@@ -176,7 +176,7 @@ def _grams(model: Model, batch_size: int, params: Params, examples: Examples) ->
             )
         return dense
 
-    unlabelled = _sequences.drop_uncounted(model, examples)._replace(targets=None)
+    unlabelled = _padding.drop_uncounted(model, examples)._replace(targets=None)
     return _passes.weighted_mean(batch_sums, unlabelled, key=None, batch_size=batch_size)
 
 

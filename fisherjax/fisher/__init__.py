@@ -11,7 +11,7 @@ Where to find:
   fisher/kfac_operator.py and fisher/operators.py;
 * how many examples a pass over a data set uses (`max_examples`, `batch_size`, weights):
   fisher/_passes.py;
-* the padding mask of sequences (`Model.positions`): fisherjax/_sequences.py, and for the locations
+* the padding mask of sequences (`Model.positions`): fisherjax/_padding.py, and for the locations
   of layers fisherjax/_layers/locations.py.
 """
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fisherjax import _sequences, leaves, tree
+from fisherjax import _padding, leaves, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.caching import by_value, cached
 from fisherjax._core.compiler import jit, trace_once
@@ -141,13 +141,13 @@ def _mean(
     model, kind, batch_size, most = plan
     apply, trained = leaves.bind_untrained(model, params)
     point = trained if vector is None else (trained, vector)
-    examples = _sequences.drop_uncounted(model, examples)
+    examples = _padding.drop_uncounted(model, examples)
     if most is not None and key is not None:
         examples = draw(jax.random.fold_in(key, _DRAW), examples, most)
 
     def batch_sums(x: Array, y: Array | None, w: Array, key: Key | None) -> Any:
         def factor(z: Array) -> Columns:
-            return kind(_sequences.likelihood(model, x, z.shape), z, y, key)
+            return kind(_padding.likelihood(model, x, z.shape), z, y, key)
 
         return sums(apply, point, x, w, factor)
 
@@ -168,7 +168,7 @@ def _mean_over_devices(
     device_plan = plan._replace(max_examples=most and -(-most // layout.mesh.shape[axis]))
 
     def on_device(point: tuple, key: Key | None, examples: Examples) -> Any:
-        examples = _sequences.drop_uncounted(plan.model, examples)
+        examples = _padding.drop_uncounted(plan.model, examples)
         # With the same key all devices would draw the same labels.
         key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axis))
         params, vector = point

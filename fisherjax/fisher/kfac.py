@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, tree
+from fisherjax import _padding, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value
 from fisherjax._core.compiler import jit
@@ -210,7 +210,7 @@ def _sums(
     factor: _passes.Factor,
 ) -> Kronecker:
     (fallback, sharing, model), traced = options, trace(apply, params, x)
-    counts = locations.counted(traced, _sequences.counted_positions(model, x))
+    counts = locations.counted(traced, _padding.counted_positions(model, x))
     # This is known while JAX traces, before anything is computed.
     if traced.uncovered and fallback is None:
         sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, clients
+from fisherjax import _padding, clients
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import jit
 from fisherjax._device_division import Division, divide
@@ -153,13 +153,13 @@ def _performance(
     ) -> Performance:
         # A common model is an argument of its own: stacked, it would take M times the memory.
         place, params = own[0], own[1] if stacked else common
-        examples = _sequences.drop_uncounted(model, view(federation, place))
+        examples = _padding.drop_uncounted(model, view(federation, place))
         number, batch = minibatches(examples, batch_size)
 
         def body(step: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
             inputs, targets, weights = batch(step)
             outputs = model.apply(params, inputs)
-            likelihood = _sequences.likelihood(model, inputs, outputs.shape)
+            likelihood = _padding.likelihood(model, inputs, outputs.shape)
             losses = likelihood.negative_log_likelihood(outputs, targets)
             measured = losses, *_fractions(model, inputs, outputs, targets)
             return tuple(

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fisherjax import _sequences
+from fisherjax import _padding
 from fisherjax._core import checks
 from fisherjax._core.batches import num_rows
 from fisherjax.typing import AnyArray, Array, Model
@@ -21,7 +21,7 @@ def correct(model: Model, outputs: Array, targets: Array) -> Array:
 
 def counted(model: Model, inputs: AnyArray, outputs: Array, targets: Array, hits: Array) -> Array:
     """Return which targets count, booleans of the shape of `hits`, the result of `correct`."""
-    counts = _sequences.counted_targets(model, inputs, outputs.shape, targets)
+    counts = _padding.counted_targets(model, inputs, outputs.shape, targets)
     if counts is None:
         return jnp.ones(hits.shape, bool)
     # Of a Bernoulli likelihood every output has a target.

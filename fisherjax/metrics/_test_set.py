@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, tree
+from fisherjax import _padding, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.batches import as_inputs, num_rows, take
 from fisherjax._core.compiler import jit
@@ -164,7 +164,7 @@ def _accuracy(model: Model, outputs: Array, examples: Examples) -> Array:
     hits = correct(model, outputs, targets)
     if model.positions is None and examples.weights is None:
         return hits.mean()
-    weights = weights_of(_sequences.drop_uncounted(model, examples))
+    weights = weights_of(_padding.drop_uncounted(model, examples))
     counts = counted(model, examples.inputs, outputs, targets, hits)
     # Every target of an example has the weight of the example.
     weights = jnp.where(counts, weights.reshape(-1, *(1,) * (hits.ndim - 1)), 0)

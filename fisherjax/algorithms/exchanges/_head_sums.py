@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, leaves, likelihoods, tree
+from fisherjax import _padding, leaves, likelihoods, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
@@ -91,7 +91,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
             check_head(model, params, x)
         place = output_layer(seen)
         a, z = seen.activations[place], seen.outputs
-        counts = _sequences.counted_targets(model, x, z.shape, y)
+        counts = _padding.counted_targets(model, x, z.shape, y)
         y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
         y = y.reshape(*a.shape[:2], -1).astype(a.dtype)
         if counts is not None:
@@ -107,7 +107,7 @@ def head_sums(model: Model, batch_size: int, params: Params, examples: Examples)
         # Means are over examples, each of which may have several positions.
         return HeadSums(*moments, below, number, seen.layers[place])
 
-    examples = _sequences.drop_uncounted(model, examples)
+    examples = _padding.drop_uncounted(model, examples)
     means = _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
     weights = weights_of(examples)
     return dataclasses.replace(means, count=means.count * (weights > 0).sum())

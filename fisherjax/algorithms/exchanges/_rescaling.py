@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, leaves, likelihoods, tree
+from fisherjax import _padding, leaves, likelihoods, tree
 from fisherjax._core import linalg
 from fisherjax._core.compiler import jit
 from fisherjax._layers import locations
@@ -78,7 +78,7 @@ class Products:
 
 def regression(model: Model, x: Array, z: Array, y: Array) -> Array:
     """Return the targets of outputs z, in their shape; z itself at positions not counted."""
-    counts = _sequences.counted_targets(model, x, z.shape, y)
+    counts = _padding.counted_targets(model, x, z.shape, y)
     y = likelihoods.regression_targets(model.likelihood, y, z.shape[-1])
     y = y.astype(z.dtype).reshape(z.shape)
     return y if counts is None else jnp.where(counts[..., None], y, z)
@@ -104,7 +104,7 @@ def exact_products(
         changes = jax.vmap(derivative)(_without_head(layer, directions))
         z = seen.outputs
         residual = z - regression(model, x, z, y)
-        counts = _sequences.counted_targets(model, x, z.shape, y)
+        counts = _padding.counted_targets(model, x, z.shape, y)
         if counts is not None:
             changes = jnp.where(counts[..., None], changes, 0)
         # Each side of a product is multiplied by the root of the weight; [B, T, ...].
@@ -121,7 +121,7 @@ def exact_products(
         steepness = dot("kntc,ntc->k", changes, residual)
         return Products(dot("jntc,kntc->jk", changes, changes), steepness, head)
 
-    examples = _sequences.drop_uncounted(model, examples)
+    examples = _padding.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)
 
 

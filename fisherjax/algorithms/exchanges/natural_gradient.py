@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, fisher, leaves, likelihoods
+from fisherjax import _padding, fisher, leaves, likelihoods
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
@@ -242,7 +242,7 @@ def _slopes(plan: _Plan, params: Params, examples: Examples, key: Key) -> Slopes
     check_head(plan.model, params, examples.inputs, frozen=True)
     apply, own = leaves.bind_untrained(plan.model, params)
     rows, examples = jax.random.fold_in(key, 0), hold_out(examples, _HELD)[0]
-    examples = _sequences.drop_uncounted(plan.model, draw(rows, examples, plan.max_examples))
+    examples = _padding.drop_uncounted(plan.model, draw(rows, examples, plan.max_examples))
 
     def batch_sums(x: Array, y: Array, w: Array, key: None) -> tuple[Array, Params]:
         del key
@@ -290,5 +290,5 @@ def _losses(
 
         return jax.lax.map(loss, jnp.array(scales))
 
-    held = _sequences.drop_uncounted(plan.model, held)
+    held = _padding.drop_uncounted(plan.model, held)
     return _passes.weighted_mean(batch_sums, held, key=None, batch_size=plan.batch_size)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _sequences, leaves, tree
+from fisherjax import _padding, leaves, tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, WeightedSum, check_pass, weighted_sum
@@ -78,7 +78,7 @@ def running_statistics(
 
     def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
         drawn, dropout = jax.random.split(key)
-        examples = _sequences.drop_uncounted(model, draw(drawn, examples, max_examples))
+        examples = _padding.drop_uncounted(model, draw(drawn, examples, max_examples))
         statistics = _client_statistics(model, batch_size, trained.whole, examples, dropout)
         return {"examples": weights_of(examples).sum(), "statistics": statistics}, local
 
