@@ -36,12 +36,20 @@ _REFERENCES = {
 
 
 class Line(NamedTuple):
-    """One algorithm of the table: accuracy in % of each unit, upload size, median seconds."""
+    """One algorithm of the table: accuracy in % of each unit, upload size, median seconds.
+
+    A unit is a split, by its partition seed (None for all data), and a seed.
+    """
 
     algorithm: str
-    accuracies: tuple[float, ...]
+    units: Mapping[tuple[int | None, int], float]
     upload_bytes: int | None
     seconds: float | None
+
+    @property
+    def accuracies(self) -> tuple[float, ...]:
+        """The accuracy of each unit."""
+        return tuple(self.units.values())
 
     @property
     def mean(self) -> float:
@@ -58,7 +66,7 @@ def lines(rows: Sequence[Row], algorithms: Sequence[str]) -> list[Line]:
         ones = [row for row in rows if (row.algorithm, row.round) == (name, last.get(name, 1))]
         units = tables.gathered(((row.partition_seed, row.seed), row.value) for row in ones)
         if units:
-            means = tuple(100 * statistics.fmean(values) for values in units.values())
+            means = {unit: 100 * statistics.fmean(values) for unit, values in units.items()}
             seconds = [row.seconds for row in ones if row.seconds is not None]
             median = statistics.median(seconds) if seconds else None
             line = Line(name, means, ones[0].upload_bytes, median)
@@ -95,6 +103,26 @@ def table(found: Sequence[Line], heading: str) -> tables.Table:
         best=max(merged, key=lambda place: tables.rank(found[place].mean), default=None),
         dim=[place for place in range(len(found)) if place not in merged],
         sections=[max(merged, default=-1)],
+    )
+
+
+def split_table(found: Sequence[Line]) -> tables.Table | None:
+    """Return the table of splits, if there are several: median, worst run, mean of each split."""
+    splits = sorted({split for line in found for split, _ in line.units if split is not None})
+    if len(splits) < 2:
+        return None
+    body = []
+    for line in found:
+        own = tables.gathered((split, value) for (split, _), value in line.units.items())
+        if None in own:  # all data have no split
+            continue
+        whole = statistics.median(line.accuracies), min(line.accuracies)
+        means = [statistics.fmean(own[split]) if split in own else None for split in splits]
+        cells = ["-" if value is None else f"{value:.1f}" for value in (*whole, *means)]
+        body.append((line.algorithm, *cells))
+    headings = ("partition seed", "median", "worst", *map(str, splits))
+    return tables.Table(
+        "Accuracy in %: median and worst run, and the mean of each split", headings, body
     )
 
 
@@ -148,6 +176,9 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
     figure(found, heading, out / "accuracy.png")
     left = [records.CONFIG, records.RESULTS, _LABELS, "summary.md", "accuracy.png"]
     parts = [tables.markdown(shown), note, "", "![accuracy](accuracy.png)", ""]
+    if (splits := split_table(found)) is not None:
+        wide.print(tables.terminal(splits))
+        parts += [tables.markdown(splits, 2), ""]
     if later:
         console.print(tables.terminal(curve_table(later)))
         curve_figure(later, heading, out / "rounds.png")

@@ -49,6 +49,27 @@ def reported(tmp_path, rows_of):
 # Tables
 
 
+def test_splits_stand_beside_each_other_with_the_median_and_the_worst_run(rows_of, reported):
+    asked = OneShot(merging=Merging(NAMES), partition_seeds=(3, 7), seeds=(0, 1, 2))
+    found = accuracies.lines(rows_of(asked), NAMES)
+    shown = accuracies.split_table(found)
+    assert shown.headings == ("partition seed", "median", "worst", "3", "7")
+    assert "central" not in [name for name, *_ in shown.lines]  # all data have no split
+    by_name = {line.algorithm: line for line in found}
+    for name, median, worst, *means in shown.lines:
+        units = by_name[name].units
+        values = np.array([[units[split, seed] for seed in asked.seeds] for split in (3, 7)])
+        expected = [np.median(values), values.min(), *values.mean(axis=1)]
+        assert [median, worst, *means] == [f"{value:.1f}" for value in expected]
+    _, printed, written = reported(asked)
+    assert shown.title in printed
+    assert f"## {shown.title}" in written
+    assert (
+        accuracies.split_table(accuracies.lines(rows_of(OneShot(partition_seeds=(3,))), NAMES))
+        is None
+    )
+
+
 def test_exchanges_without_training_have_lines_of_their_own(rows_of):
     asked = OneShot(merging=Merging(NAMES), then_rounds=2)
     rows = rows_of(asked)
@@ -124,8 +145,8 @@ def test_the_summary_holds_the_table_as_printed_and_the_command(reported):
     plain = [re.sub("[|*]", " ", line).split() for line in summary.splitlines()]
     names = ("local", "ensemble", "central", *asked.merging.algorithms)
     own = [line for line in shown.splitlines() if line.split()[:1] in [[name] for name in names]]
-    # Methods in two tables, references in the first.
-    assert len(own) == len(names) + len(asked.merging.algorithms)
+    # All in the first table, all with splits in the second, and methods in that of rounds.
+    assert len(own) == 2 * len(names) - 1 + len(asked.merging.algorithms)
     assert all(line.split() in plain for line in own)
 
 
