@@ -62,7 +62,7 @@ def test_splits_stand_beside_each_other_with_the_median_and_the_worst_run(rows_o
         expected = [np.median(values), values.min(), *values.mean(axis=1)]
         assert [median, worst, *means] == [f"{value:.1f}" for value in expected]
     _, printed, written = reported(asked)
-    assert shown.title in printed
+    assert shown.title in " ".join(printed.split())
     assert f"## {shown.title}" in written
     assert (
         accuracies.split_table(accuracies.lines(rows_of(OneShot(partition_seeds=(3,))), NAMES))
