@@ -22,6 +22,10 @@ SOME_SLOW = [
 ]
 
 
+OF_STATISTICS = {n for n, row in algorithms.METHODS.items() if "normalised channels" in row.sends}
+"""Those that need a network with running statistics, which are tested by themselves."""
+
+
 def laws(name: str) -> tuple[str, ...]:
     """Return the laws that hold for a method."""
     return algorithms.METHODS[name].laws

@@ -87,6 +87,19 @@ def test_chances_may_be_any_array(federation, kind):
     assert [done.cohort.tolist() for _, done in found] == [[0, 3], [0, 3]]
 
 
+@pytest.mark.parametrize(
+    "availability",
+    [
+        lambda number: np.ones((2, 4))[number],
+        lambda number: jnp.ones(4) if number else jnp.arange(4.0),
+    ],
+    ids=["a table of NumPy", "a Python if"],
+)
+def test_a_number_that_is_traced_has_no_value(federation, availability):
+    with pytest.raises(TypeError, match=r"traced; .*jnp\.asarray\(table\)\[number\]"):
+        play(availability, federation, 2)
+
+
 def test_availability_is_a_function():
     with pytest.raises(TypeError, match="availability is"):
         rounds.federated(MODEL, FEDAVG, cohort=1, availability=np.ones(4), **HOW)

@@ -281,7 +281,9 @@ def test_a_round_in_which_everybody_diverges_changes_only_the_number(world):
         start = method.init(params, CLIENTS)
         [(state, done)] = play(method, (federation, params), 1)
         assert_same(state, start._replace(number=jnp.asarray(1)))
-        assert done.loss == 0
+        assert np.isnan(done.loss)
+        with_data = {client for client in done.cohort.tolist() if SIZES[client]}
+        assert done.left_out.by_client(done.cohort).keys() == with_data
 
 
 def test_scaffolds_control_of_the_server_stays_the_mean_of_the_clients(world):

@@ -164,6 +164,16 @@ def test_a_source_that_reads_more_than_it_is_asked_for_is_named():
         streamed(greedy, most=2, cohort=6)
 
 
+def test_targets_of_a_later_cohort_that_do_not_fit_name_their_client():
+    pairs = clients_of(SIZES[:5])
+    cohorts = [set(done.cohort.tolist()) for _, done in streamed(source_of(pairs))]
+    new = min(set.union(*cohorts) - cohorts[0])
+    inputs, targets = pairs[new]
+    pairs[new] = inputs, targets + 2
+    with pytest.raises(ValueError, match=f"^Client 'client {new}': .*between 0 and 1"):
+        list(streamed(source_of(pairs)))
+
+
 def test_a_federation_is_no_source():
     federation = fj.clients.federation(clients_of())
     with pytest.raises(TypeError, match="source"):

@@ -24,6 +24,7 @@ SERVER_OPTIMIZERS = ("none", "sgd", "momentum", "adam", "yogi", "adagrad")
 SCHEDULES = ("constant", "cosine", "linear", "exponential")
 TRACKERS = ("none", "csv", "tensorboard", "wandb")
 Group = tyro.conf.OmitArgPrefixes
+Calibration = Literal["analytic_head", "ccvr", "running_statistics"]
 
 
 def of_images() -> list[str]:
@@ -152,8 +153,8 @@ class OneShot(commands.Imports):
     """Number of rounds of federated averaging after each merged model."""
     then_epochs: int = 0
     """Epochs of each of those rounds; 0 is as many as before the merge."""
-    calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
-    """Exchanges without training after each merge: rows ALGORITHM+analytic_head or +ccvr."""
+    calibrate: tuple[Calibration, ...] = ()
+    """Exchanges without training after each merge: rows such as ALGORITHM+analytic_head."""
     exchanges: int = 0
     """Exchanges after each merge, a head and natural gradients: ALGORITHM+natural_gradient."""
     central: bool = True

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from experiments.harness import choices, commands, config, limits
 
@@ -46,8 +46,8 @@ class Cells(commands.Imports, abc.ABC):
     """Passes of every client over its own data; the papers have 30 (FedFisher) or 200 (FedLPA)."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of the initial model and of training; in niid_table of the split too."""
-    calibrate: tuple[Literal["analytic_head", "ccvr"], ...] = ()
-    """Exchanges without training after each merge: rows ALGORITHM+analytic_head or +ccvr."""
+    calibrate: tuple[config.Calibration, ...] = ()
+    """Exchanges without training after each merge: rows such as ALGORITHM+analytic_head."""
     clients_per_chunk: int | None = None
     """Number of clients computed side by side; None is one on a CPU and all elsewhere."""
     keep_clients: bool = False

@@ -20,7 +20,7 @@ from experiments.harness import figures, records
 
 RECORD = Path("experiments/results/running_statistics")
 METHODS = "fedavg", "regmean", "fedfisher_kfac", "fedfisher_sequential"
-SPLITS = 5
+SPLITS, EPOCHS = 5, 30
 
 
 class NormedMLP(nn.Module):
@@ -35,7 +35,7 @@ class NormedMLP(nn.Module):
         return nn.Dense(10)(x)
 
 
-def accuracies(split: int) -> Iterator[tuple[str, float, float]]:
+def accuracies(split: int, epochs: int = EPOCHS) -> Iterator[tuple[str, float, float]]:
     """Yield each method with its accuracy as merged and after the exchange, in %."""
     train, test = fj.datasets.load("digits")
     params = fj.networks.init(NormedMLP(), jax.random.key(split), train.inputs)
@@ -44,7 +44,7 @@ def accuracies(split: int) -> Iterator[tuple[str, float, float]]:
     rows = fj.partition.dirichlet_of_client(train.targets, 5, alpha=0.1, seed=split)
     federation = fj.clients.federation(train, rows)
     sgd, key = optax.sgd(0.05, 0.9), jax.random.key(split)
-    local = {"optimizer": sgd, "epochs": 30, "batch_size": 32, "key": key}
+    local = {"optimizer": sgd, "epochs": epochs, "batch_size": 32, "key": key}
     trained = fj.training.train(model, params, federation, **local)
     again = fj.algorithms.running_statistics(model)
     examples = fj.Examples(test.inputs, test.targets)
@@ -66,11 +66,11 @@ def table(found: dict[str, list[tuple[float, float]]]) -> str:
     return "\n".join(lines)
 
 
-def main(out: Path = RECORD, splits: int = SPLITS) -> None:
+def main(out: Path = RECORD, splits: int = SPLITS, epochs: int = EPOCHS) -> None:
     """Measure all splits and write the table."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     for split in range(splits):
-        for name, *both in accuracies(split):
+        for name, *both in accuracies(split, epochs):
             found[name].append((both[0], both[1]))
     heading = f"# Running statistics computed again\n\nDigits, {splits} splits, accuracy in %."
     command = "```bash\npython -m experiments.one_shot.running_statistics\n```"

@@ -23,7 +23,6 @@ from fisherjax.algorithms.distillation.synthesis import FEDLPA_DISTILLATION, Dis
 from fisherjax.algorithms.exchanges.analytic_head import AnalyticHeadReport
 from fisherjax.algorithms.exchanges.ccvr import CCVRReport
 from fisherjax.algorithms.exchanges.natural_gradient import NaturalGradientReport
-from fisherjax.algorithms.exchanges.running_statistics import running_statistics
 from fisherjax.algorithms.fedadam import fedadam, fedyogi
 from fisherjax.algorithms.fedbn import is_normalization
 from fisherjax.algorithms.fedfisher import paper_adam
@@ -69,7 +68,6 @@ __all__ = [
     "paper_adam",
     "personal",
     "required",
-    "running_statistics",
     "voting",
     "with_learning_rates",
     "with_server_optimizer",

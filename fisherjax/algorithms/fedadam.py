@@ -47,8 +47,9 @@ def fedadam(
         D = sum_i p_i W_i - W,    m <- b1 m + (1 - b1) D,    v <- b2 v + (1 - b2) D^2,
         W <- W + learning_rate m / (sqrt(v) + tau),
 
-    from m = 0 and v = tau^2, without bias correction. `with_server_optimizer` gives any method any
-    optimiser of optax, whose Adam corrects the bias.
+    from m = 0 and v = tau^2, without bias correction. A merge is one such step, and small: FedAdam
+    is made for many rounds. `with_server_optimizer` gives any method any optimiser of optax, whose
+    Adam corrects the bias.
 
     Args:
         learning_rate: Step size of the server.
@@ -83,19 +84,7 @@ def fedyogi(
         v <- v - (1 - b2) D^2 sign(v - D^2),    W <- W + learning_rate m / (sqrt(v) + tau),
 
     from m = 0 and v = tau^2. The second moment falls at most by the last square, where that of
-    FedAdam decays.
-
-    Args:
-        learning_rate: Step size of the server.
-        b1: Decay of the first moment, below 1.
-        b2: One minus the weight of a square in the second moment, below 1.
-        tau: Degree of adaptivity, above zero; a large one gives steps along m itself.
-
-    Returns:
-        The algorithm. Updates are {"params": W_i}, of which the server needs only sums.
-
-    Raises:
-        ValueError: If a number is out of range.
+    FedAdam decays. Arguments, results, errors and the source are those of `fedadam`.
 
     Example:
         >>> import fisherjax as fj
@@ -103,8 +92,6 @@ def fedyogi(
         >>> updates = fj.algorithms.Update({"params": jnp.array([[2.0], [4.0]])}, method.kind)
         >>> print(fj.merging.merge(method, jnp.zeros(1), updates)[0].round(4))
         [0.0721]
-
-    Source: the paper above, whose weights p_i are equal or by examples; here those of the merge.
     """
     return _adaptive(_yogi, learning_rate, b1, b2, tau)
 

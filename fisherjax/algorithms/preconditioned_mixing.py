@@ -100,8 +100,8 @@ def preconditioned_mixing(
     summarize = by_value(
         partial(_summarize, model, estimate, _Steps(steps, step_damping, batch_size))
     )
-    # What clients send depends on their steps.
-    sent = f"{sent}, after {steps} steps of damping {step_damping}"
+    # What clients send depends on their steps. As a float, 1 has the name of 1.0.
+    sent = f"{sent}, after {steps} steps of damping {1.0 * step_damping}"
     return Algorithm(summarize, solve_sums(solve, damping), kind=sent, model=model)
 
 

@@ -19,6 +19,7 @@ from fisherjax.algorithms.distillation.fedov import fedov
 from fisherjax.algorithms.exchanges.analytic_head import analytic_head
 from fisherjax.algorithms.exchanges.ccvr import ccvr
 from fisherjax.algorithms.exchanges.natural_gradient import natural_gradient
+from fisherjax.algorithms.exchanges.running_statistics import running_statistics
 from fisherjax.algorithms.fedavg import fedavg
 from fisherjax.algorithms.fedbn import fedbn
 from fisherjax.algorithms.feddyn import feddyn
@@ -42,7 +43,6 @@ from fisherjax.algorithms.ties import ties
 from fisherjax.algorithms.weighted_fedavg import weighted_fedavg
 from fisherjax.algorithms.weighted_fedbn import weighted_fedbn
 from fisherjax.algorithms.wrappers.sketched import fedfisher_sketched
-from fisherjax.fisher import Dense, Diagonal, Kronecker
 
 __all__ = [
     "METHODS",
@@ -71,6 +71,7 @@ __all__ = [
     "preconditioned_mixing",
     "regmean",
     "residual_descent",
+    "running_statistics",
     "scaffold",
     "single_set",
     "task_arithmetic",
@@ -78,7 +79,6 @@ __all__ = [
     "weighted_fedavg",
     "weighted_fedbn",
 ]
-
 
 # Laws that hold for most merges; comments give reasons where fewer hold.
 _COMMON = ("single client", "weights", "empty")
@@ -89,9 +89,9 @@ _DAMPED = (*_LAYERWISE, "damping")
 _LEAST_SQUARES = (*_MASKED, "identity", "order", "shift", "layerwise", "statistics")
 _LIMITS = (*_MASKED, "order", "equal curvatures", "layerwise", "statistics")
 _CHANGES = ("weights", "empty", "frozen", "order", "shift", "layerwise", "statistics")
-_OURS = "this library"
 _FACTORS = "weights and K-FAC factors"
 _MOMENTS = "without training, moments of the last layer's inputs and class sums"
+_CHANNELS = "without training, moments of normalised channels"
 _NO_FILES = "takes more than one message, or more than params and curvature"
 
 # Rows of a paper's variants; of methods whose messages files do not hold; by least squares; of
@@ -101,7 +101,7 @@ _fedlpa = partial(
     Row,
     paper="Liu et al., NeurIPS 2024",
     sends="weights and K-FAC factors of the empirical Fisher",
-    reads={"fisher": Kronecker},
+    reads={"fisher": fisher.Kronecker},
 )
 _in_rounds = partial(Row, laws=_LAYERWISE, reads=_NO_FILES)
 _squares = {"paper": "Dhawan et al., TMLR 2024", "sends": "weights and squared gradients"}
@@ -122,7 +122,7 @@ METHODS: dict[str, Row] = {
         "weights and diagonal Fisher",
         fisher_merge,
         _LAYERWISE,
-        {"fisher": Diagonal},
+        {"fisher": fisher.Diagonal},
         pieces=Pieces(floor="floor"),
     ),
     # Leaves without a Gram matrix become the unweighted mean over clients.
@@ -136,10 +136,10 @@ METHODS: dict[str, Row] = {
         "FedFisher (diagonal)",
         sends="weights and diagonal Fisher",
         factory=partial(fedfisher, fisher=fisher.diagonal),
-        reads={"fisher": Diagonal},
+        reads={"fisher": fisher.Diagonal},
     ),
     "fedfisher_kfac": _fedfisher(
-        "FedFisher (K-FAC)", sends=_FACTORS, factory=fedfisher, reads={"fisher": Kronecker}
+        "FedFisher (K-FAC)", sends=_FACTORS, factory=fedfisher, reads={"fisher": fisher.Kronecker}
     ),
     # The full Fisher couples layers, so that layers cannot be merged one by one.
     "fedfisher_full": _fedfisher(
@@ -147,12 +147,12 @@ METHODS: dict[str, Row] = {
         sends="weights and full Fisher",
         factory=partial(fedfisher, fisher=fisher.full),
         laws=(*_QUADRATIC, "damping"),
-        reads={"fisher": Dense},
+        reads={"fisher": fisher.Dense},
     ),
     # The curvatures depend on errors relative to the weights, so that a shift changes the merge.
     "fedfisher_sequential": Row(
         "FedFisher (sequential)",
-        _OURS,
+        "this library",
         _FACTORS,
         fedfisher_sequential,
         (*_MASKED, "identity", "order", "damping", "layerwise", "statistics"),
@@ -186,7 +186,7 @@ METHODS: dict[str, Row] = {
     ),
     "fedfisher_sketched": Row(
         "FedFisher (K-FAC sketches)",
-        _OURS,
+        "this library",
         "weights and sketches of the K-FAC factors",
         fedfisher_sketched,
         _DAMPED,
@@ -267,7 +267,7 @@ METHODS: dict[str, Row] = {
         _FACTORS,
         preconditioned_mixing,
         _CHANGES,
-        {"fisher": Kronecker},
+        {"fisher": fisher.Kronecker},
     ),
     "single_set": _personal("SingleSet", "baseline", "nothing", single_set),
     "fedper": _personal("FedPer", "Arivazhagan et al., 2019", "weights but for the head", fedper),
@@ -292,6 +292,9 @@ METHODS: dict[str, Row] = {
         "Martens, Grosse, ICML 2015",
         "without training, gradients, K-FAC factors and products with them",
         natural_gradient,
+    ),
+    "running_statistics": _exchange(
+        "running statistics", "Izmailov et al., UAI 2018", _CHANNELS, running_statistics
     ),
 }
 """All methods by the names that commands use. A program can add rows of its own."""

@@ -65,8 +65,8 @@ class Report(NamedTuple):
         number: Number of the round, from 0.
         clients: Numbers of the clients whose uploads were merged; empty if the round failed.
         weights: Their weights, numbers of examples that `max_weight` bounds; NaN in secure sums.
-        loss: Mean training loss of these clients in nats in the last local epoch; NaN if it is not
-            sent.
+        loss: Mean training loss of these clients in nats in the last local epoch; NaN if one of
+            them does not send it, or if the round failed.
         left_out: Reason for which each other client was left out, by its number; and the reason for
             which the round failed, if it did, by "round".
         info: What the algorithm reports.

@@ -196,11 +196,7 @@ class Strategy(FlowerStrategy):
         algorithm = setup.experiment.algorithm
         key = jax.random.fold_in(setup.key, state.number)
         nodes = {place: node for node, place in self._nodes.connected(grid).items()}
-        available = setup.experiment.availability
-        chances = None if available is None else available(jnp.asarray(state.number))
-        cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort, chances)).tolist()
-        if chances is not None:
-            cohort = [place for place in cohort if chances[place] > 0]
+        cohort = np.asarray(draw_cohort(key, setup.num_clients, setup.cohort)).tolist()
         self._asked = {nodes[place]: place for place in cohort if place in nodes}
         self._left_out = {}
         request = self._request(algorithm, setup.expected)
@@ -285,8 +281,10 @@ class Strategy(FlowerStrategy):
         places, weights, losses = zip(
             *((each.place, each.weight, each.loss) for each in found.arrived), strict=True
         )
-        loss, left_out = float(np.average(losses, weights=weights)), dict(self._left_out)
-        return Report(self.state.number, places, weights, loss, left_out, found.info)
+        # A client of weight zero may send any loss, and zero times NaN is NaN.
+        loss = np.average(np.where(np.equal(weights, 0), 0, losses), weights=weights)
+        left_out = dict(self._left_out)
+        return Report(self.state.number, places, weights, float(loss), left_out, found.info)
 
 
 def _raise(error: ValueError, *_: Any) -> Any:

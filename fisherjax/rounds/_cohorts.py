@@ -30,7 +30,12 @@ def check_availability(
 
 
 def check_chances(availability: Callable[[Array], Array] | None, first: Array, rounds: int) -> None:
-    """Check the chances of all rounds that are to run, one round in memory; else ValueError."""
+    """Check the chances of all rounds that are to run, one round in memory.
+
+    Raises:
+        TypeError: If the chances cannot be computed of a traced number, as in a round's program.
+        ValueError: If a chance is not finite or below zero.
+    """
     if availability is None:
         return
 
@@ -39,7 +44,13 @@ def check_chances(availability: Callable[[Array], Array] | None, first: Array, r
         return (jnp.isfinite(chances) & (chances >= 0)).all()
 
     numbers = first + jnp.arange(rounds, dtype=first.dtype)
-    sound = jax.lax.map(is_sound, numbers)
+    try:
+        sound = jax.lax.map(is_sound, numbers)
+    except jax.errors.JAXTypeError as error:
+        raise TypeError(
+            "availability needs the value of the round's number, which is traced; expected a "
+            "function of jax.numpy. Index jnp.asarray(table)[number] and choose by jnp.where."
+        ) from error
     if not sound.all():
         raise ValueError(
             f"availability returned a chance that is not finite or below zero for round "

@@ -57,7 +57,7 @@ class Round(NamedTuple, Generic[Report]):
         start: Global model at the beginning of the round.
         trained: Models that the clients trained, leaves [K, ...].
         loss: Mean training loss in nats in the last local epoch, over clients that were not left
-            out.
+            out; NaN if no client with examples is left.
         left_out: Clients that were left out because their updates are not finite, and the first
             such leaf of each; `left_out.by_client(cohort)` names them.
         info: What the algorithm's `aggregate` reports.
@@ -220,7 +220,7 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
     )
     # A failed round is counted too: the next one must draw another cohort.
     after = after._replace(number=state.number + 1)
-    loss = (half.weights * losses).sum()
+    loss = jnp.where(half.weights.sum() > 0, (half.weights * losses).sum(), jnp.nan)
     done = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
     return after, done
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import tree
-from fisherjax._core import checks
+from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax._user_data import client_by_client
 from fisherjax.algorithms.base import Report
@@ -18,7 +18,7 @@ from fisherjax.clients import Federation
 from fisherjax.datasets import ByClient
 from fisherjax.rounds._one_round import Round, State, draw_cohort
 from fisherjax.rounds.experiment import Federated
-from fisherjax.typing import Key
+from fisherjax.typing import Key, Model
 
 
 def run_stream(
@@ -37,8 +37,9 @@ def run_stream(
     memory does not depend on the number M of clients. If no client has more than `most` examples,
     the rounds are those of `run` with all data in memory: cohorts, minibatches and models.
 
-    If a file is missing or damaged, the error names it. A run then continues from the last state
-    that was yielded, and equals the uninterrupted run.
+    If a file is missing or damaged, the error names it; if targets do not fit the outputs, it names
+    the client. A run then continues from the last state that was yielded, and equals the
+    uninterrupted run.
 
     Args:
         experiment: Result of `federated`.
@@ -99,11 +100,14 @@ def run_stream(
         return places, _federation(source, places, most, jax.random.key_data(folded).tolist())
 
     first = int(state.number)
-    experiment.check(state, read(first)[1], key)
+    begin = read(first)[1]
+    experiment.check(state, begin, key)
+    outputs = output_checks.outputs(experiment.model, state.params, begin.inputs)
 
     def generate(state: State) -> Iterator[tuple[State, Round[Report]]]:
         for number in range(first, first + rounds):
             places, cohort = read(number)
+            _check_targets(experiment.model, outputs.shape[1:], source, places, cohort)
             state, done = experiment.round(state, cohort, key)
             if empty := [source.name(int(k)) for k in places[np.asarray(cohort.sizes) == 0]]:
                 warnings.warn(f"round {number}: clients without an example: {empty}", stacklevel=2)
@@ -124,6 +128,23 @@ def _refuse_memory(experiment: Federated, state: State, num_clients: int) -> Non
             "expected one without a memory of clients, such as fedavg or fedfish. Use rounds.run "
             "with a federation in memory."
         )
+
+
+def _check_targets(
+    model: Model,
+    outputs: tuple[int, ...],
+    source: ByClient,
+    places: np.ndarray,
+    cohort: Federation,
+) -> None:
+    """Check that the targets of each client fit outputs of this shape for one example."""
+    targets, rows, sizes = map(np.asarray, (cohort.targets, cohort.indices, cohort.sizes))
+    for place, own, size in zip(places, rows, sizes, strict=True):
+        shape, known = (int(size), *outputs), targets[own[:size]]
+        try:
+            model.likelihood.check(shape, output_checks.replace_ignored(model, shape, known))
+        except ValueError as error:
+            raise ValueError(f"Client {source.name(int(place))!r}: {error}") from error
 
 
 def _federation(source: ByClient, places: np.ndarray, most: int, seed: Sequence[int]) -> Federation:

@@ -13,7 +13,7 @@ import fisherjax as fj
 from fisherjax import algorithms, clients, merging, training
 from fisherjax._layers.graph import Wiring
 from fisherjax.algorithms import LAWS, METHODS, Update
-from tests.methods import MERGED, SOME_SLOW, exactly, laws
+from tests.methods import MERGED, OF_STATISTICS, SOME_SLOW, exactly, laws
 
 SIZES = (7, 3, 9, 5)
 WEIGHTS = np.array([0.1, 0.4, 0.2, 0.3])
@@ -233,7 +233,7 @@ def trained_apart(row, world):
     return SimpleNamespace(**vars(row) | new)
 
 
-EXCHANGED = [name for name in METHODS if "exchange" in laws(name)]
+EXCHANGED = [name for name in METHODS if "exchange" in laws(name) and name not in OF_STATISTICS]
 
 
 @pytest.mark.long

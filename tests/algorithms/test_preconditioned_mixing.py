@@ -135,6 +135,8 @@ def test_what_clients_send_has_another_kind_for_other_steps(regression):
     assert len(kinds) == 3
     same = method_of(regression, damping=0.1), method_of(regression)
     assert same[0].kind == same[1].kind
+    ones = [method_of(regression, step_damping=one).kind for one in (1, 1.0, np.float32(1))]
+    assert len(set(ones)) == 1
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,25 @@ def test_they_depend_neither_on_the_momentum_nor_on_what_was_received():
     chex.assert_trees_all_close(again(params=moved), expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.99])
+def test_means_far_from_zero_keep_their_digits(momentum):
+    model, params = made(momentum)
+    far = fj.clients.federation((INPUTS + 1000, TARGETS), SPLIT)
+    dense = jax.tree.map(np.float64, PARAMS["params"]["dense0"])
+    hidden = (INPUTS + 1000) @ dense["kernel"] + dense["bias"]
+    found = again(model=model, params=params, federation=far)["moments"]["norm0"]
+    np.testing.assert_allclose(found["mean"], hidden.mean(0), atol=1e-2 * hidden.std(0).min())
+    within = np.mean([hidden[rows].var(0) for rows in np.arange(24).reshape(3, 8)], 0)
+    np.testing.assert_allclose(found["within"], within, rtol=1e-3)
+
+
+def test_a_client_with_an_input_that_is_no_number_is_named():
+    inputs = INPUTS.copy()
+    inputs[9] = np.nan
+    with pytest.raises(ValueError, match=r"updates of clients \[1\] are not finite"):
+        again(federation=fj.clients.federation((inputs, TARGETS), SPLIT))
+
+
 def test_clients_are_weighed_by_their_examples_as_if_one_had_all():
     one = fj.clients.federation((INPUTS, TARGETS), [list(range(24))])
     chex.assert_trees_all_close(again(), again(federation=one), atol=1e-6)

@@ -81,6 +81,17 @@ def test_structure_and_dtype_are_those_of_params(draw, dtype):
     chex.assert_trees_all_equal_shapes_and_dtypes(merged, start)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_small_changes_of_half_precision_are_squared_in_float32(dtype):
+    """In float16 the square of 1e-4 is zero, and so is Adam's epsilon."""
+    start, change = np.zeros(2), np.array([1e-4, -1e-3])
+    found, expected = (
+        merging.merge(WITH(FEDAVG, optax.adam(0.1)), start.astype(x), sent([change.astype(x)]))[0]
+        for x in (dtype, "float32")
+    )
+    np.testing.assert_allclose(np.float32(found), expected, rtol=1e-2)
+
+
 def test_equal_arguments_give_the_same_object_and_bad_ones_are_refused():
     assert WITH(FEDAVG, DESCENT) is WITH(FEDAVG, optimizer=DESCENT)
     with pytest.raises(TypeError, match=r"server_optimizer is 0\.1"):

@@ -158,6 +158,7 @@ def test_a_diverged_client_is_named_and_stops_the_run(tmp_path, capsys):
         ("--fedlpa-ea.damping -1", "--fedlpa-ea.damping is -1.0, expected 0 or more"),
         ("--algorithms fedlpa --fedlpa.batch-size 0", "batch_size is 0; expected an integer"),
         ("--algorithms regmean --regmean.shrink 1", "shrink is 1.0; expected 0 <= shrink < 1"),
+        ("--calibrate running_statistics", "This network has no running moments"),
         ("--dataset mnist --data-dir nowhere", "'nowhere' does not exist"),
     ],
 )

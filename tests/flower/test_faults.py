@@ -188,6 +188,37 @@ def test_too_few_replies_change_nothing_but_the_number(flower, world, over_flowe
     assert distance(state.params, world.params) == 0
 
 
+def test_a_round_in_which_everybody_diverges_has_no_loss_and_names_them(flower, world):
+    def load(context):
+        inputs, targets = world.load(context)
+        # In the first round only, so that the run goes on.
+        return (np.nan if server.state.number == 0 else 1) * inputs, targets
+
+    how = {"params": world.params, "batch_size": SIZE}
+    client = flower.client_app(AVERAGE, MODEL, SGD, load, **how)
+    own = {"example": world.example, "num_clients": CLIENTS, "key": KEY}
+    server, reports = flower.strategy(AVERAGE, MODEL, world.params, **own), []
+    with warned("Client 0 .*diverged", "Round 0 changes nothing: there are 0 sound uploads"):
+        server.run(flower.InProcess(client, CLIENTS), 2, lambda _, report: reports.append(report))
+    failed, sound = reports
+    assert np.isnan(failed.loss)
+    assert np.isfinite(sound.loss)
+    assert (failed.clients, set(failed.left_out)) == ((), {0, 1, 2, "round"})
+    assert all("diverged" in failed.left_out[client] for client in range(CLIENTS))
+
+
+def test_the_loss_of_a_client_of_weight_zero_does_not_count(flower, world, tampered):
+    how = {"params": world.params, "batch_size": SIZE}
+    client = flower.client_app(AVERAGE, MODEL, SGD, world.load, **how)
+    own = {"example": world.example, "num_clients": CLIENTS, "key": KEY}
+    losses = []
+    for loss in (np.nan, 0.0):
+        server = flower.strategy(AVERAGE, MODEL, world.params, **own)
+        grid = tampered(about(examples=0.0, loss=loss))(client, CLIENTS)
+        server.run(grid, 1, lambda _, report: losses.append(report.loss))
+    assert losses[0] == losses[1]
+
+
 def test_a_client_of_another_network_is_left_out(flower, world, over_flower, without_one):
     """It refuses what the server sends, and says so."""
     wide = {"first": params_of()["first"], "second": {"kernel": jnp.ones((4, 7))}}

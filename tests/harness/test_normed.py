@@ -15,7 +15,7 @@ import fisherjax as fj
 from experiments.federated import plan
 from experiments.federated import runs as played
 from experiments.federated import tasks as rounds
-from experiments.harness import checkpoints, config, one_round, steps, tasks, votes
+from experiments.harness import after_merge, checkpoints, config, one_round, steps, tasks, votes
 from experiments.harness.config import Data, Federated, Merging, OneShot, Training
 from experiments.knee import runs as knee
 from experiments.privacy import runs as private
@@ -91,6 +91,21 @@ def test_a_unit_measures_whole_models_and_counts_what_is_sent(task, trained):
     assert found["fedavg", None, 1].value == pytest.approx(expected, abs=1e-6)
     (central,) = one_round.run(task, (None, 0))
     assert central.value > 0.5
+
+
+@pytest.mark.long
+def test_running_statistics_are_computed_again_after_a_merge(task, trained):
+    after = dataclasses.replace(ASKED, calibrate=("running_statistics",))
+    chosen = task._replace(config=after)
+    mean = steps.average(trained, task.federations[0].weights)
+    given = steps.Merged(mean, 0.0, 0)
+    [row] = after_merge.exchanged(chosen, (0, 0), "fedavg", given, lambda _: None)
+    assert (row.algorithm, row.round) == ("fedavg+running_statistics", 2)
+    # Mean, second moment and variance of 16 channels, and the number of examples.
+    assert row.upload_bytes == 4 * (3 * 16 + 1)
+    method = fj.algorithms.running_statistics(task.model)
+    expected, _, _ = fj.merging.exchange(method, mean, task.federations[0], key=jax.random.key(0))
+    assert row.value == pytest.approx(flax_accuracy(task, expected), abs=1e-6)
 
 
 @pytest.mark.long

@@ -127,16 +127,21 @@ def _client_statistics(
         zeros = {layer: jnp.zeros_like(held[f"{layer}mean"]) for layer in layers}
         low, high = update(zeros), update(jax.tree.map(jnp.ones_like, zeros))
         shares = {layer: 1 - (high[f"{layer}mean"] - low[f"{layer}mean"]) for layer in layers}
-        # A network may return what it received: then there is nothing to compute.
-        moves = {layer: share > 0 for layer, share in shares.items()}
-        shares = {layer: jnp.where(moves[layer], share, 1) for layer, share in shares.items()}
-        means = {layer: low[f"{layer}mean"] / share for layer, share in shares.items()}
-        centred, found = update(means), {}
-        for layer, mean in means.items():
-            second = centred[f"{layer}second_moment"]
-            variance = centred.get(f"{layer}within", second - mean**2) / shares[layer]
+        # A network may return what it received: then there is nothing to compute. What is not a
+        # number counts as moved, so that the server sees it.
+        stays = {layer: share <= 0 for layer, share in shares.items()}
+        shares = {layer: jnp.where(stays[layer], 1, share) for layer, share in shares.items()}
+        near = {layer: low[f"{layer}mean"] / share for layer, share in shares.items()}
+        centred, found = update(near), {}
+        for layer, point in near.items():
+            share, second = shares[layer], centred[f"{layer}second_moment"]
+            # A share is not exact, and a mean far from zero is a large multiple of its error.
+            mean = point + (centred[f"{layer}mean"] - point) / share
+            variance = (second - point**2) / share - (mean - point) * (mean + point)
+            if f"{layer}within" in centred:
+                variance = centred[f"{layer}within"] / share
             for name, moment in _moments(layer, mean, variance, held).items():
-                found[name] = jnp.where(moves[layer], moment, held[name])
+                found[name] = jnp.where(stays[layer], held[name], moment)
         return jax.tree.map(lambda x: weights.sum().astype(x.dtype) * x, found)
 
     found = _passes.weighted_mean(batch_sums, examples, key=key, batch_size=batch_size)

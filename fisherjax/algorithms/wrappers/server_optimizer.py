@@ -15,6 +15,7 @@ from fisherjax import _optimizers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
+from fisherjax.fisher.operators import widen
 from fisherjax.typing import Array, Key, Params
 
 _NO_LOSS = "The server has no loss, only the difference of two models as a gradient."
@@ -60,9 +61,10 @@ def with_server_optimizer(
     checks.optimizer("server_optimizer", optimizer)
 
     def init(params: Params, num_clients: int) -> ServerState:
-        _optimizers.check("server_optimizer", optimizer, params, _NO_LOSS)
-        _optimizers.check_plain("The server", optimizer, params)
-        return ServerState(algorithm.link.init(params, num_clients), optimizer.init(params))
+        wide = _widened(params)
+        _optimizers.check("server_optimizer", optimizer, wide, _NO_LOSS)
+        _optimizers.check_plain("The server", optimizer, wide)
+        return ServerState(algorithm.link.init(params, num_clients), optimizer.init(wide))
 
     def broadcast(params: Params, state: ServerState, place: Array | None) -> Any:
         return algorithm.link.broadcast(params, state.algorithm, place)
@@ -71,13 +73,18 @@ def with_server_optimizer(
         key: Key, received: Any, params: Params, state: ServerState, cohort: Array
     ) -> tuple[Params, ServerState, Any]:
         merged, inner, info = algorithm.aggregate(key, received, params, state.algorithm, cohort)
-        # Merged leaves are at least float32; the gradient has the dtype of params.
-        gradient = jax.tree.map(lambda w, m: jnp.asarray(w) - m.astype(w.dtype), params, merged)
+        wide = _widened(params)
+        gradient = jax.tree.map(lambda w, m: w - m.astype(w.dtype), wide, merged)
         step, server = _optimizers.with_extra_args(optimizer).update(
-            gradient, state.optimizer, params
+            gradient, state.optimizer, wide
         )
-        moved = optax.apply_updates(params, step)
+        moved = optax.apply_updates(wide, step)
         return moved, ServerState(inner, server), info
 
     link = algorithm.link._replace(init=init, broadcast=broadcast)
     return algorithm._replace(aggregate=aggregate, link=link)
+
+
+def _widened(params: Params) -> Params:
+    """Return params in at least float32: squares of small changes are zero in float16."""
+    return jax.tree.map(lambda w: widen(jnp.asarray(w)), params)
