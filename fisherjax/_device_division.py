@@ -56,7 +56,22 @@ def divide(sizes: Array | int, clients_per_chunk: int, mesh: Mesh | None) -> Div
         return None
     # Wherever sizes are, it is the same program.
     given = np.asarray(sizes) if checks.is_in_host_memory(sizes) else sizes
-    return _divided(given, num_clients, chunk, mesh.size)
+    found = _divided(given, num_clients, chunk, mesh.size)
+    # A device takes its part of a NumPy array without a program.
+    return jax.device_get(found) if all(map(checks.is_in_host_memory, found)) else found
+
+
+def loads(sizes: np.ndarray, clients_per_chunk: int, num_devices: int) -> np.ndarray:
+    """Compute the work of each device [D]; a chunk takes as long as its largest client.
+
+    Example:
+        >>> print(loads(np.array([3, 2, 1]), clients_per_chunk=1, num_devices=2))
+        [3 3]
+    """
+    divided = _divided(sizes, len(sizes), clients_per_chunk, num_devices)
+    chunks, counts, _ = jax.device_get(divided)
+    is_computed = np.arange(chunks.shape[1]) < counts[:, None]
+    return np.where(is_computed, sizes[chunks].max(2), 0).sum(1)
 
 
 @partial(jit, static_argnums=(1, 2, 3))
@@ -65,7 +80,7 @@ def _divided(sizes: Any, num_clients: int, chunk: int, num_devices: int) -> Divi
     order = jnp.arange(num_clients) if equal else jnp.argsort(sizes)
     chunks = chunks_of(order, chunk)
     costs = jnp.ones(len(chunks)) if equal else sizes[chunks].max(1).astype(float)
-    plan = divide_chunks(costs, num_devices)
+    plan = _divide_chunks(costs, num_devices)
     # A client that fills a chunk is computed more than once, with the same result.
     slots = plan.slots[:, None] * chunks.shape[1] + jnp.arange(chunks.shape[1])
     places = jnp.zeros(num_clients, slots.dtype).at[chunks.ravel()].set(slots.ravel())
@@ -89,8 +104,7 @@ class _Plan(NamedTuple):
     loads: Array
 
 
-@partial(jit, static_argnums=1)
-def divide_chunks(costs: Array, num_devices: int) -> _Plan:
+def _divide_chunks(costs: Array, num_devices: int) -> _Plan:
     """Divide chunks among devices, the largest first, each to the device with the least work.
 
     The total time is at most 4/3 - 1/(3 D) of the shortest possible one (Graham, Bounds on

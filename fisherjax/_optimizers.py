@@ -248,6 +248,17 @@ def check_plain(what: str, base: optax.GradientTransformation, params: Params) -
         )
 
 
+def ends_elsewhere(state: Any) -> bool:
+    """Return whether `final_params` may return others than the current params.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> ends_elsewhere(optax.sgd(0.1).init(jnp.ones(2)))
+        False
+    """
+    return bool(_keepers(state))
+
+
 def final_params(params: Params, state: Any) -> Params:
     """Return the final params of an optimiser, which may differ from its current params.
 

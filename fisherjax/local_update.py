@@ -83,6 +83,11 @@ def kept_state(state: State) -> Any:
     return state.optimizer.own if isinstance(state.optimizer, KeptState) else ()
 
 
+def ends_elsewhere(state: State) -> bool:
+    """Return whether `trained_params` may differ from the current params."""
+    return _optimizers.ends_elsewhere(state.optimizer)
+
+
 def trained_params(state: State) -> Params:
     """Return the trained leaves at the end of training, see `_optimizers.final_params`."""
     return _optimizers.final_params(state.params, state.optimizer)

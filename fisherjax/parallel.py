@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit, trace_once
-from fisherjax._device_division import Division, chunks_of, divide, divide_chunks
+from fisherjax._device_division import Division, chunks_of, divide, loads
 from fisherjax.devices import AXIS, by_client, by_numpy, on_each, share_memory
 from fisherjax.typing import Array
 
@@ -188,10 +188,10 @@ def idle_share(steps: Sequence[int], clients_per_chunk: int = 1, num_devices: in
     most = min(clients_per_chunk, -(-len(num_steps) // num_devices))
     # [chunks, length], as in `map_clients`. A chunk takes as long as its largest client.
     computed = num_steps[chunks_of(np.argsort(num_steps, kind="stable"), most)]
-    longest = computed.max(1)
+    longest = computed.max(1).sum()
     if num_devices > 1:
-        longest = np.asarray(divide_chunks(longest.astype(np.float32), num_devices).loads).max()
-    total = num_devices * computed.shape[1] * float(longest.sum())
+        longest = loads(num_steps, most, num_devices).max()
+    total = num_devices * computed.shape[1] * float(longest)
     return max(0.0, float(1 - num_steps.sum() / total)) if total else 0.0
 
 

@@ -53,6 +53,22 @@ def test_every_framework_is_covered(page):
     assert told in text_of("your_model")
 
 
+def test_blocks_that_are_scanned_have_the_fisher_of_those_that_are_not(page):
+    jnp, fj = page.jnp, page.fj
+
+    def unrolled(params, x):
+        hidden = jnp.tanh(x.reshape(len(x), -1) @ params["first"]["w"] + params["first"]["b"])
+        for w, b in zip(params["blocks"]["w"], params["blocks"]["b"], strict=True):
+            hidden = hidden + jnp.tanh(hidden @ w + b)
+        return hidden @ params["last"]["w"] + params["last"]["b"]
+
+    model = fj.Model(unrolled, fj.likelihoods.categorical)
+    found = fj.fisher.kfac(model, page.deep_params, page.examples)
+    chex.assert_trees_all_close(page.deep_kfac.diagonal(), found.diagonal(), rtol=1e-4, atol=1e-9)
+    assert str(found) == str(page.deep_kfac)
+    assert str(found) in text_of("your_model")
+
+
 def test_the_loss_of_ones_own_is_the_one_that_the_page_names(page):
     chex.assert_trees_all_close(page.softer_kfac.factors, page.smoothed_kfac.factors, rtol=1e-5)
 

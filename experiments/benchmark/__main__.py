@@ -12,6 +12,7 @@ those of XLA.
 
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,6 +22,7 @@ from experiments.benchmark import (
     compiling,
     config,
     fisher,
+    growing,
     pipeline,
     plot,
     report,
@@ -37,9 +39,11 @@ GROUPS = {
     **{"train": train.groups, "devices": train.devices, "fisher": fisher.groups},
     **{"server": server.groups, "clients": clients.groups, "pipeline": pipeline.groups},
     **{"rounds": rounds.groups, "personal": rounds.personal, "pfl": rounds.pfl},
-    **{"population": rounds.population, "compile": compiling.groups},
+    **{"population": rounds.population, "compile": compiling.groups, "growth": growing.groups},
 }
-_FIGURES = {"clients": plot.growth, "compile": plot.stacks}
+_GROWTH = partial(plot.growth, values=growing.VALUES)
+_FIGURES = {"clients": plot.growth, "compile": plot.stacks, "growth": _GROWTH}
+_SUMMARIES = {"compile": compiling.summary, "growth": growing.summary}
 
 
 def _spreads(arguments: Sequence[str]) -> bool:
@@ -99,8 +103,9 @@ def _run(asked: config.Config, console: Console) -> None:
             bar.update(task, description="preparing", total=None, refresh=True)
     if not rows:
         raise ValueError(f"nothing was measured, and {asked.out} holds no results: see above")
-    if asked.suite == "compile":
-        console.print(tables.markdown(compiling.summary(rows)), soft_wrap=True, markup=False)
+    if asked.suite in _SUMMARIES:
+        summary = _SUMMARIES[asked.suite](rows)
+        console.print(tables.markdown(summary), soft_wrap=True, markup=False)
     figures.save(_FIGURES.get(asked.suite, plot.bars)(rows), asked.out / report.PLOT)
     left = f"\nIn {asked.out}/: {report.CSV}, {report.JSON}, {report.PLOT}"
     console.print(left, soft_wrap=True)

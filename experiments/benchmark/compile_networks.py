@@ -56,15 +56,21 @@ class _Block(flax.linen.Module):
         return x + flax.linen.Dense(64)(y), None
 
 
-class Scanned(flax.linen.Module):
-    """A transformer of width 64 that scans its blocks, for images of 4 x 4 pixels."""
+class Blocks(flax.linen.Module):
+    """A transformer of width 64 for images of 4 x 4 pixels, which scans its blocks or not."""
 
     blocks: int
+    scan: bool
 
     @flax.linen.compact
     def __call__(self, x: Any) -> Any:
         """Return the outputs [B, 10] of images [B, 4, 4, C]."""
         x = flax.linen.Dense(64)(x.reshape(len(x), 16, -1))
-        axes, keys = {"params": 0}, {"params": True}
-        blocks = flax.linen.scan(_Block, variable_axes=axes, split_rngs=keys, length=self.blocks)
-        return flax.linen.Dense(10)(blocks()(x, None)[0].mean(1))
+        if self.scan:
+            axes, keys = {"params": 0}, {"params": True}
+            how = {"variable_axes": axes, "split_rngs": keys, "length": self.blocks}
+            x, _ = flax.linen.scan(_Block, **how)()(x, None)
+        else:
+            for _ in range(self.blocks):
+                x, _ = _Block()(x, None)
+        return flax.linen.Dense(10)(x.mean(1))

@@ -5,6 +5,7 @@ network use made-up images or the library's own initialisation, and as few examp
 loop: what is measured is the compiler.
 """
 
+import itertools
 import math
 import re
 import runpy
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.benchmark.compile_networks import FlaxCNN, ResNet18, Scanned
+from experiments.benchmark.compile_networks import Blocks, FlaxCNN, ResNet18
 from experiments.benchmark.programs import ROOT
 
 _BATCH = 8
@@ -31,12 +32,12 @@ _DEMO = (
     *("fedfisher_kfac", "fedfisher_sequential", "--calibrate", "analytic_head", "ccvr"),
     *("--exchanges", "5"),
 )
-_MNIST = (
-    *("--dataset", "mnist", "--model", "lenet", "--exchanges", "5"),
+LENET = (
+    *("--model", "lenet", "--exchanges", "5", "--epochs", "1", "--max-examples", "256"),
     *("--algorithms", "fedavg", "fisher_merge", "regmean", "fedfisher_kfac"),
 )
-_LITTLE = ("--epochs", "1", "--max-examples", "256")
-"""Options of less work by the same programs."""
+"""Options of the run of MNIST, with less work by the same programs."""
+_MNIST = ("--dataset", "mnist", *LENET)
 
 
 class Task(NamedTuple):
@@ -68,7 +69,13 @@ SUBJECTS = {
     "transformer": TRANSFORMER,
 }
 """The networks of the tasks that merge."""
-_SCANNED = (12, 24)
+_BLOCKS = (12, 24)
+_SCAN = {"scanned": True, "unrolled": False}
+SUBJECTS |= {
+    f"{how}{blocks}": Subject(Blocks(blocks, scan), (4, 4, 3), 2)
+    for how, scan in _SCAN.items()
+    for blocks in _BLOCKS
+}
 _LABELS = {
     "tiny": "an MLP of 4 hidden units",
     "lenet": "LeNet",
@@ -89,9 +96,9 @@ def normalize(images: Any) -> Any:
 
 
 @cache
-def _clients(name: str) -> tuple[fj.Model, Any, fj.clients.Federation]:
+def clients_of(subject: Subject) -> tuple[fj.Model, Any, fj.clients.Federation]:
     """Return the model, its initial params, and clients with two minibatches each."""
-    subject, each = SUBJECTS[name], 2 * _BATCH
+    each = 2 * _BATCH
     random, number = np.random.default_rng(1), subject.clients * each
     images = random.integers(0, 256, (number, *subject.shape), np.uint8)
     labels = random.integers(0, 10, number, np.int32)
@@ -119,46 +126,63 @@ def _filled(shapes: Any) -> Any:
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def _summaries(name: str, method: str, seed: int) -> tuple[fj.algorithms.Algorithm, Any]:
-    """Return the method, and the uploads of clients whose models are the start and noise."""
-    model, params, federation = _clients(name)
-    random, clients = np.random.default_rng(seed), SUBJECTS[name].clients
-    noisy = jax.tree.map(
-        lambda x: x * (1 + 0.1 * random.normal(size=(clients, *x.shape)).astype(x.dtype)), params
-    )
+def made_up(subject: Subject, seed: int) -> fj.training.Trained:
+    """Return clients whose models are the start and noise."""
+    random, (_, params, _) = np.random.default_rng(seed), clients_of(subject)
+
+    def noisy(leaf: np.ndarray) -> np.ndarray:
+        noise = random.normal(size=(subject.clients, *leaf.shape))
+        return leaf * (1 + 0.1 * noise.astype(leaf.dtype))
+
+    return fj.training.Trained(jax.tree.map(noisy, params))
+
+
+def summaries(
+    subject: Subject, method: str, trained: fj.training.Trained, seed: int
+) -> tuple[fj.algorithms.Algorithm, Any]:
+    """Return the method, and the uploads of clients."""
+    model, _, federation = clients_of(subject)
     algorithm = fj.algorithms.make(method, model, batch_size=_BATCH)
-    trained = fj.training.Trained(noisy)
     key = jax.random.key(seed)
     updates = fj.merging.summarize(algorithm, trained, federation, key=key)
     return algorithm, jax.block_until_ready(updates)
 
 
-def _pass(blocks: int, fisher: Callable[..., Any], seed: int) -> None:
-    network = Scanned(blocks)
-    images = np.random.default_rng(seed).normal(size=(2 * _BATCH, 4, 4, 3)).astype(np.float32)
-    init = partial(fj.networks.init, network, inputs=jax.ShapeDtypeStruct((1, 4, 4, 3), np.float32))
+def merged(subject: Subject, method: str, trained: fj.training.Trained, seed: int) -> Any:
+    """Summarise clients and merge them; return the merged params."""
+    algorithm, updates = summaries(subject, method, trained, seed)
+    _, params, federation = clients_of(subject)
+    found = fj.merging.merge(algorithm, params, updates, federation.weights)[0]
+    return jax.block_until_ready(found)
+
+
+def _summaries(name: str, method: str, seed: int) -> None:
+    summaries(SUBJECTS[name], method, made_up(SUBJECTS[name], seed), seed)
+
+
+def _merge(name: str, method: str, seed: int) -> None:
+    merged(SUBJECTS[name], method, made_up(SUBJECTS[name], seed), seed)
+
+
+def _pass(name: str, fisher: Callable[..., Any], seed: int) -> None:
+    network, shape, _ = SUBJECTS[name]
+    images = np.random.default_rng(seed).normal(size=(2 * _BATCH, *shape)).astype(np.float32)
+    init = partial(fj.networks.init, network, inputs=jax.ShapeDtypeStruct((1, *shape), np.float32))
     params = _filled(jax.eval_shape(init, jax.random.key(0)))
     model = fj.networks.model(network, params, fj.likelihoods.categorical)
     how = {"kind": fj.fisher.true, "batch_size": _BATCH}
     jax.block_until_ready(fisher(model, params, fj.Examples(images), **how))
 
 
-def _merge(name: str, method: str, seed: int) -> None:
-    algorithm, updates = _summaries(name, method, seed)
-    _, params, federation = _clients(name)
-    merged = fj.merging.merge(algorithm, params, updates, federation.weights)[0]
-    jax.block_until_ready(merged)
-
-
 def _train(name: str, seed: int) -> None:
-    model, params, federation = _clients(name)
+    model, params, federation = clients_of(SUBJECTS[name])
     how = {"optimizer": _sgd(), "epochs": 1, "batch_size": _BATCH}
     trained = fj.training.train(model, params, federation, key=jax.random.key(seed), **how)
     jax.block_until_ready(trained.models)
 
 
 def _exchange(name: str, seed: int) -> None:
-    model, params, federation = _clients(name)
+    model, params, federation = clients_of(SUBJECTS[name])
     for make in (fj.algorithms.analytic_head, fj.algorithms.natural_gradient):
         step, key = make(model, batch_size=_BATCH), jax.random.key(seed)
         params, _, _ = fj.merging.exchange(step, params, federation, key=key)
@@ -166,7 +190,7 @@ def _exchange(name: str, seed: int) -> None:
 
 
 def _round(name: str, seed: int) -> None:
-    model, params, federation = _clients(name)
+    model, params, federation = clients_of(SUBJECTS[name])
     how = {"optimizer": _sgd(), "epochs": 1, "batch_size": _BATCH}
     how["cohort"] = SUBJECTS[name].clients
     fedfish = fj.algorithms.fedfish(model, batch_size=_BATCH)
@@ -211,14 +235,26 @@ def _merges() -> dict[str, Task]:
     }
 
 
+def _blocks() -> dict[str, Task]:
+    """Return passes and merges of transformers of width 64 with 12 and 24 equal blocks."""
+    tasks = {}
+    for how, blocks in itertools.product(_SCAN, _BLOCKS):
+        name, network = f"{how}{blocks}", f"a transformer of {blocks} blocks of width 64, {how}"
+        for fisher in (fj.fisher.kfac, fj.fisher.diagonal):
+            what = f"fisher.{fisher.__name__} of {network}"
+            tasks[f"{name}_{fisher.__name__}"] = Task(what, partial(_pass, name, fisher))
+        what = f"fedfisher_kfac: summaries and merge of 2 clients, {network}"
+        tasks[f"{name}_merge"] = Task(what, partial(_merge, name, _METHODS["kfac"]))
+    return tasks
+
+
 # In the order of a run: what most users wait for first.
 TASKS = {
     "digits": Task(
         f"one_shot {' '.join(_DIGITS)}", partial(_command, "experiments.one_shot", _DIGITS)
     ),
     "mnist": Task(
-        f"one_shot {' '.join((*_MNIST, *_LITTLE))}",
-        partial(_command, "experiments.one_shot", (*_MNIST, *_LITTLE)),
+        f"one_shot {' '.join(_MNIST)}", partial(_command, "experiments.one_shot", _MNIST)
     ),
     "readme": Task("the examples of the README", _readme),
     "demo": Task(
@@ -232,14 +268,7 @@ TASKS = {
         partial(_summaries, "transformer", _METHODS["kfac"]),
     ),
     **_merges(),
-    **{
-        f"scanned{blocks}_{fisher.__name__}": Task(
-            f"fisher.{fisher.__name__} of a transformer that scans {blocks} blocks of width 64",
-            partial(_pass, blocks, fisher),
-        )
-        for blocks in _SCANNED
-        for fisher in (fj.fisher.kfac, fj.fisher.diagonal)
-    },
+    **_blocks(),
 }
 STANDARD = [name for name in TASKS if not name.startswith("tiny")]
 """The tasks of a whole run; the others are for tests."""

@@ -13,6 +13,7 @@ _Own = tyro.conf.arg(help_behavior_hint="(default: the suite's)")
 _Number = Annotated[int | None, tyro.conf.arg(metavar="INT"), _Own]
 _Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ..."), _Own]
 _Tasks = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TASK ..."), _Own]
+_Over = tuple[Literal["clients", "parameters", "layers"], ...] | None
 _Networks = tuple[Literal["lenet", "cnn"], ...] | None
 
 
@@ -33,8 +34,9 @@ class Config:
         "population",
         "devices",
         "compile",
+        "growth",
     ] = tyro.MISSING
-    """Training, Fishers, server, growth with clients, whole run, rounds, devices, compiling."""
+    """Training, Fishers, server, clients, whole run, rounds, devices, compiling, growth."""
     out: Folder = tyro.MISSING
     """Folder for results.csv, results.json and plot.png; it must not hold results yet."""
     models: Annotated[_Networks, tyro.conf.arg(metavar="{lenet,cnn} ..."), _Own] = None
@@ -55,6 +57,12 @@ class Config:
     """Steps of the paper's Adam; fewer than 2000 are extrapolated and marked."""
     uploads: _Numbers = None
     """Numbers of uploads that are merged as a stream."""
+    over: Annotated[_Over, tyro.conf.arg(metavar="{clients,parameters,layers} ..."), _Own] = None
+    """What grows."""
+    widths: _Numbers = None
+    """Widths of MLPs, whose numbers of parameters grow."""
+    layers: _Numbers = None
+    """Numbers of blocks of transformers."""
     dataset: Annotated[Literal["mnist", "digits"] | None, _Own] = None
     """Data of the whole run: MNIST with LeNet, or the digits with a small MLP."""
     data: Literal["auto", "synthetic"] = "auto"
@@ -97,6 +105,13 @@ SUITES: dict[str, dict[str, Any]] = {
         num_clients=(3_400,), num_examples=340_000, batch_size=10, epochs=1, repeats=200
     ),
     "devices": dict(_NETWORKS, num_clients=(20,), epochs=1, repeats=5),
+    "growth": dict(
+        num_clients=(10, 100, 1_000, 10_000),
+        over=("clients", "parameters", "layers"),
+        widths=(170, 600, 1_200, 4_950),
+        layers=(2, 6, 12, 24, 48),
+        repeats=2,
+    ),
     "compile": dict(tasks=tuple(compile_tasks.STANDARD), task_seconds=600),
 }
 EXAMPLES = {
@@ -117,7 +132,7 @@ def filled(config: Config) -> Config:
             raise ValueError(f"{error}. Leave it out".replace("_", "-"))
         check(config, name, "a number above 0", lambda x: not isinstance(x, int | float) or x > 0)
     config = dataclasses.replace(config, **known | given)
-    lists = ("models", "num_clients", "uploads", "tasks")
+    lists = ("models", "num_clients", "uploads", "tasks", "over", "widths", "layers")
     check_list(config, *(name for name in lists if name in known))
     if config.tasks:
         check_names(config, "tasks", compile_tasks.TASKS)

@@ -1,7 +1,7 @@
 """Draw the figure of a run: bars of the times of all cases, or curves of growth."""
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ _GROWING = {
     "ms a step, or an upload": lambda case: 1e3 / case["rate"],
     "peak memory, MiB": lambda case: case["peak_memory"] / 2**20,
 }
+_OVER = ("clients", "uploads", "parameters", "layers")
 _ALIKE = 4  # largest ratio of times at which panels share an axis
 
 
@@ -45,25 +46,27 @@ def bars(rows: Sequence[Row]) -> Any:
     return figure
 
 
-def growth(rows: Sequence[Row]) -> Any:
-    """Draw time, time of a step or upload, and peak memory over their number."""
+def growth(
+    rows: Sequence[Row], values: Mapping[str, Callable[[dict[str, float]], float]] = _GROWING
+) -> Any:
+    """Draw values of cases, of which the last is memory, over their number of clients or else."""
     curves = []
     for title, own in numbers(rows).items():
         cases = list(own.values())
-        over = "clients" if "clients" in cases[0] else "uploads"
+        over = next(name for name in _OVER if name in cases[0])
         curves.append((title, over, sorted(cases, key=itemgetter(over))))
     across = list(dict.fromkeys(over for _, over, _ in curves))
-    size = 1.0 + 4.5 * len(across), 0.5 + 2.4 * len(_GROWING)
+    size = 1.0 + 4.5 * len(across), 0.5 + 2.4 * len(values)
     how = {"squeeze": False, "sharex": "col", "sharey": "row"}
-    figure, grid = canvas(*size, len(across), len(_GROWING), **how)
+    figure, grid = canvas(*size, len(across), len(values), **how)
     for (title, over, cases), look in zip(curves, itertools.cycle(_CURVES), strict=False):
         how = dict(zip(("color", "marker", "linestyle"), look, strict=True), markersize=5)
-        for panel, value in zip(grid[:, across.index(over)], _GROWING.values(), strict=True):
+        for panel, value in zip(grid[:, across.index(over)], values.values(), strict=True):
             panel.plot([case[over] for case in cases], list(map(value, cases)), label=title, **how)
     for panel in grid.ravel():
         panel.set(xscale="log", yscale="log")
         panel.grid(color=GRID, linewidth=0.8)
-    for panel, label in zip(grid[:, 0], _GROWING, strict=True):
+    for panel, label in zip(grid[:, 0], values, strict=True):
         panel.set_ylabel(label)
     for panel, label in zip(grid[-1], across, strict=True):
         panel.set(xlabel=label, yscale="linear", ylim=(0, None))

@@ -193,10 +193,15 @@ def texts(dump: Path) -> Texts:
     after = [path.read_text() for path in (dump / "hlo").glob("*after_optimizations.txt")]
     return Texts(
         sum(len(re.findall(r"^\s*(?:%\S+ = )?\"?stablehlo\.", text, re.M)) for text in before),
-        sum(len(_INSTRUCTION.findall(text)) for text in after),
+        sum(map(instructions, after)),
         sum(len(re.findall(r" fusion\(", text)) for text in after),
         len(set().union(*map(_products, before))),
     )
+
+
+def instructions(text: str) -> int:
+    """Count the instructions of a program of HLO, with those inside fusions."""
+    return len(_INSTRUCTION.findall(text))
 
 
 def _products(text: str) -> set[tuple[str, ...]]:

@@ -35,16 +35,20 @@ def about_mean(
     A solver's tolerance is relative to the right-hand side, and so are rounding errors. Those of
     differences are as small as the differences are, such as those of fine-tuned models.
     """
-    moved, to, mean = _from_mean(params, weights, centre)
+    moved, to, origin = _from_mean(fishers, params, weights, centre)
     problem = quadratic.quadratic(fishers, moved, weights, damping, to)
-    return problem._replace(origin=fishers.blocks(mean))
+    return problem._replace(origin=origin)
 
 
 @jit
-def _from_mean(params: Params, weights: Array, centre: Params) -> tuple[Params, Params, Params]:
+def _from_mean(
+    fishers: Operator, params: Params, weights: Array, centre: Params
+) -> tuple[Params, Params, Any]:
+    """Return the differences of models and centre from the mean, and the blocks of the mean."""
     mean = tree.weighted_sum(params, weights)
     centre = mean if centre is None else centre
-    return *(jax.tree.map(jnp.subtract, x, mean) for x in (params, centre)), mean
+    moved, to = (jax.tree.map(jnp.subtract, x, mean) for x in (params, centre))
+    return moved, to, fishers.blocks(mean)
 
 
 def solve_about_mean(

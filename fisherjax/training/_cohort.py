@@ -159,13 +159,21 @@ def epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Tr
         states, loss = in_order(found, mesh)
         losses.append(loss)
         progress(epoch, loss)
-    return _result(cohort, *_last(states, losses))
+    # Most optimisers change nothing at the end: what follows then compiles no program.
+    params = _final_params(states) if local_update.ends_elsewhere(states) else states.params
+    on_host = all(map(checks.is_in_host_memory, losses))
+    loss = np.stack(losses, axis=1) if on_host else _stack(losses)
+    return _result(cohort, (params, states.statistics, local_update.kept_state(states)), loss)
 
 
 @jit
-def _last(states: State, losses: list[Array]) -> tuple[tuple[Params, Params, Any], Array]:
-    params = jax.vmap(local_update.trained_params)(states)
-    return (params, states.statistics, local_update.kept_state(states)), jnp.stack(losses, axis=1)
+def _final_params(states: State) -> Params:
+    return jax.vmap(local_update.trained_params)(states)
+
+
+@jit
+def _stack(losses: list[Array]) -> Array:
+    return jnp.stack(losses, axis=1)
 
 
 @partial(jit, static_argnums=(0, 1))

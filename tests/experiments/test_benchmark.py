@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 
 import fisherjax as fj
 from experiments.benchmark import __main__ as command
-from experiments.benchmark import config, measure, peers, plot, report, rounds, workloads
+from experiments.benchmark import config, growing, measure, peers, plot, report, rounds, workloads
 from experiments.benchmark.flops import products
 from experiments.benchmark.measure import Case, Group
 from experiments.benchmark.workloads import NETWORKS, Workload, classifier, synthetic, workload
@@ -252,6 +252,38 @@ def test_a_suite_has_a_function_and_fills_in_all_that_it_knows(suite):
     for name, value in config.SUITES[suite].items():
         if value is not None:
             assert getattr(filled, name) == value
+
+
+def test_exponents_of_a_power_law_are_its_own_over_all_sizes_and_at_the_end():
+    sizes = [1, 10, 1_000]
+    assert growing.exponents(sizes, [3 * x**1.5 for x in sizes]) == pytest.approx((1.5, 1.5))
+    assert growing.exponents(sizes, [5, 5, 500])[1] == pytest.approx(1)
+
+
+def test_what_grows_is_chosen_and_what_would_take_long_is_left_out():
+    options = {"over": ("parameters", "layers"), "widths": (8, 9_000), "layers": (2, 99)}
+    found = growing.groups(asked("growth", **options), lambda _: None)
+    assert {group.workload: [case.name for case in group.cases] for group in found} == {
+        "parameters: fedfisher_diag, MLPs of two layers": ["8", "9000"],
+        "parameters: fedfisher_kfac, MLPs of two layers": ["8"],
+        "layers: fedfisher_kfac, blocks that are scanned": ["2", "99"],
+        "layers: fedfisher_kfac, blocks that are unrolled": ["2"],
+    }
+
+
+def test_growth_is_drawn_over_what_grows_and_summed_up_in_exponents():
+    def of(size: int) -> dict[str, float]:
+        known = {"layers": size, "before_bytes": 2**20, "programs": 4, "instructions": 100 * size}
+        return known | {"processor_seconds": size**2, "first_processor_seconds": 2}
+
+    title = "layers: fedfisher_kfac, blocks"
+    cases = [measure.Measurement(f"{n}", 1.0, [0.5], (1 + n) * 2**20, of(n)) for n in (2, 4, 8)]
+    rows = report.rows("growth", Group(title, "runs", None, []), cases)
+    [line] = growing.summary(rows).lines
+    assert line == [title, "2.00 (2.00)", "0.00 (0.00)", "0.00 (0.00)", *["1.00 (1.00)"] * 2]
+    drawn = plot.growth(rows, growing.VALUES).axes
+    assert [panel.get_ylabel() for panel in drawn] == list(growing.VALUES)
+    assert list(drawn[-1].lines[0].get_ydata()) == [2, 4, 8]
 
 
 @pytest.mark.parametrize("written", ["--suite {}", "--suite={}"])

@@ -22,6 +22,7 @@ TINY = {
     "pfl": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3", *MATMUL],
     "rounds": ["--num-clients", "2", "--num-examples", "12", "--batch-size", "3"],
     "population": ["--num-clients", "3", "--num-examples", "12", "--batch-size", "4"],
+    "growth": ["--num-clients", "2", "3", "--widths", "8", "16", "--layers", "2"],
     "devices": ["--models", "lenet", "--num-clients", "2", "--num-examples", "12"],
 }
 

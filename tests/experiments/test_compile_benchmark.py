@@ -106,10 +106,28 @@ def test_a_second_seed_of_equal_shapes_compiles_nothing():
     assert first.names["_summarize"][0] == 1
 
 
+PATTERNS = """
+from experiments.benchmark.workloads import synthetic
+
+DATASETS = {"patterns": lambda _: [synthetic((28, 28, 1), number) for number in (800, 200)]}
+"""
+
+
+@pytest.mark.slow
+def test_the_run_of_mnist_compiles_at_most_forty_programs(tmp_path):
+    # Of as many images as fill every loop: what is compiled does not depend on their number.
+    file = tmp_path / "patterns.py"
+    file.write_text(PATTERNS)
+    options = ["--import", str(file), "--dataset", "patterns", *compile_tasks.LENET]
+    options += ["--seeds", "0", "--out", str(tmp_path / "out")]
+    [found] = in_fresh_process("experiments.one_shot", *options)
+    assert found.programs <= 40, found.names
+
+
 @pytest.mark.slow
 def test_a_run_compiles_at_most_forty_programs_and_another_seed_only_its_start():
     first, second = in_fresh_process("digits", seeds=2)
-    assert first.programs <= 40
+    assert first.programs <= 40, first.names
     # A command that is called again makes its network anew, and so the program of its start.
     assert {name for name, (number, _) in second.names.items() if number} == {"_start"}
 
