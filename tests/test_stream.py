@@ -1,5 +1,9 @@
 """Rounds whose clients are read from disk: those of data in memory, and what may go wrong."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,10 +50,11 @@ def experiment(algorithm=None, cohort=3, availability=None):
     return fj.rounds.federated(MODEL, algorithm, availability=availability, **how)
 
 
-def streamed(source, rounds=4, state=None, most=6, **how):
+def streamed(source, rounds=4, state=None, most=6, devices=None, **how):
     own = experiment(**how)
     state = own.init(START, source.num_clients) if state is None else state
-    return fj.rounds.run_stream(own, state, source, key=KEY, rounds=rounds, most=most)
+    how = {"key": KEY, "rounds": rounds, "most": most, "devices": devices}
+    return fj.rounds.run_stream(own, state, source, **how)
 
 
 @pytest.mark.long
@@ -87,6 +92,28 @@ def test_rounds_of_files_are_those_of_the_data_in_memory(tmp_path):
     most = max(len(y) for _, y in pairs)
     for (one, _), (other, _) in zip(whole, streamed(source, rounds=3, most=most), strict=True):
         jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+DEVICES = """
+import jax
+jax.config.update("jax_num_cpu_devices", 2)
+import numpy as np
+from tests import test_stream as law
+source = law.source_of(law.clients_of())
+ends = []
+for devices in (None, jax.devices()):
+    *_, (state, done) = law.streamed(source, rounds=2, cohort=4, devices=devices)
+    ends.append(state.params)
+assert len(jax.devices()) == 2
+jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=2e-5, atol=1e-6), *ends)
+"""
+
+
+@pytest.mark.long
+def test_a_cohort_on_two_devices_gives_the_rounds_of_one():
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", DEVICES], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long
@@ -140,6 +167,23 @@ def test_a_cap_draws_other_examples_in_every_round():
     assert seen == again
     assert len(set(seen)) == 4
     assert {most for _, most, _ in seen} == {4}
+
+
+def test_the_examples_of_a_round_are_read_again_with_its_key():
+    seen = []
+
+    def read(client, most=None, seed=None):
+        seen.append((client, most, tuple(seed)))
+        return jax.tree.map(lambda x: x[:most], pairs[client])
+
+    pairs = clients_of([6, 6, 6])
+    source = fj.datasets.ByClient(np.array([6, 6, 6]), str, read)
+    [*_, (_, done)] = streamed(source, rounds=2, cohort=2, most=4)
+    key = jax.random.fold_in(KEY, done.number)
+    again = fj.rounds.read_cohort(source, done.cohort, most=4, key=key)
+    assert seen[-2:] == seen[-4:-2]
+    assert again.ids.tolist() == done.cohort.tolist()
+    assert again.inputs.shape == (8, 3)
 
 
 @pytest.mark.parametrize(

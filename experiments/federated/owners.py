@@ -1,13 +1,14 @@
-"""Read data whose clients are their own: roles of plays, writers, users and domains of the web."""
+"""Read data with clients of their own: roles of plays, writers, users, domains, packages."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import fisherjax as fj
+from experiments.federated.packages import packages
 from experiments.harness import drawings
 from experiments.harness.commands import check
-from experiments.harness.config import OWNERS, PLAYS, WRITERS, Federated, title
+from experiments.harness.config import OWNERS, PACKAGES, PLAYS, WRITERS, Federated, title
 from fisherjax.datasets import ByClient, Dataset
 
 CONTEXT = 128
@@ -19,7 +20,7 @@ class Owned(NamedTuple):
     data: Any  # a Dataset of images, or inputs and targets
     rows: list[np.ndarray]
     num_classes: int
-    groups: tuple[np.ndarray, np.ndarray, np.ndarray]
+    groups: tuple[Any, np.ndarray, np.ndarray]  # the first a ByClient, if it stays on disk
     words: str  # for users, in one line
 
 
@@ -94,29 +95,49 @@ def _streamed(config: Federated) -> Owned:
             f"but {data.dataset} has {source.num_clients} clients: ask for fewer"
         )
     seed = config.partition_seed
-    places = np.random.default_rng(seed).choice(source.num_clients, number, replace=False)
+    places = np.sort(np.random.default_rng(seed).choice(source.num_clients, number, replace=False))
+    groups = draw_groups(config, np.arange(number), number)
+    if data.stream:
+        # The others alone are read now, and numbered from 0.
+        training, places = _part(source, places[groups[0]]), places[np.concatenate(groups[1:])]
+        groups = (np.arange(0), *np.split(np.arange(len(places)), [config.validation_clients]))
     most = data.client_examples or None
-    pairs = [source.read(int(k), most, (seed, int(k))) for k in np.sort(places)]
+    pairs = [source.read(int(k), most, (seed, int(k))) for k in places]
     inputs, targets = (np.concatenate(x) for x in zip(*pairs, strict=True))
     rows = np.split(np.arange(len(targets)), np.cumsum([len(y) for _, y in pairs])[:-1])
-    groups = draw_groups(config, np.arange(number), number)
-    if empty := [k for k, own in enumerate(groups) if not sum(len(rows[c]) for c in own)]:
+    if empty := [
+        k for k, own in enumerate(groups) if len(own) and not sum(len(rows[c]) for c in own)
+    ]:
         raise ValueError(
             f"of {data.dataset}, the clients that "
             f"{' and that '.join(('train', 'validate', 'are held out')[k] for k in empty)} have no "
             f"example: texts may be shorter than {CONTEXT} tokens; ask for more clients"
         )
-    words = f"{data.dataset}, {number} of {source.num_clients} {OWNERS[data.dataset]}s are read"
+    read = "take part, and those that train stay on disk" if data.stream else "are read"
+    words = f"{data.dataset}, {number} of {source.num_clients} {OWNERS[data.dataset]}s {read}"
+    if data.stream:
+        groups = training, *groups[1:]
     if data.dataset == "emnist":
         images = Dataset(inputs, targets, 62, 255.0, (0.0,), (1.0,), data.dataset)
         return Owned(images, rows, 62, groups, words)
     return Owned((inputs, targets), rows, 256, groups, words)
 
 
+def _part(source: ByClient, places: np.ndarray) -> ByClient:
+    """Return clients of a source, numbered from 0."""
+
+    def read(client: int, most: int | None = None, seed: Any = None) -> tuple[Any, np.ndarray]:
+        return source.read(int(places[client]), most, seed)
+
+    return ByClient(source.sizes[places], lambda client: source.name(int(places[client])), read)
+
+
 def _opened(config: Federated) -> ByClient:
     name, folder = config.data.dataset, config.data.data_dir
     if name == "emnist":
         return fj.datasets.emnist(folder)
+    if name == PACKAGES:
+        return packages(folder, context=CONTEXT)
     if name == "stack_overflow":
         return fj.datasets.stack_overflow(folder, context=CONTEXT)
     return fj.datasets.texts(fj.datasets.data_folder(folder) / name, context=CONTEXT)

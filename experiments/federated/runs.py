@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.federated import grid, plan, trackers
+from experiments.federated import grid, plan, streamed, trackers
 from experiments.federated.plan import FRACTIONS, Step, Unit, measured, number
 from experiments.federated.tasks import Rounds
 from experiments.harness import checkpoints, records, tables, tasks
@@ -62,7 +62,9 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
             if server is not None:
                 algorithm = fj.algorithms.with_server_optimizer(algorithm, server)
             own = fj.rounds.federated(task.model, algorithm, epochs=epochs, **how)
-            own.traffic(params, task.train)
+            own.traffic(params, task.test)
+            if config.data.stream:
+                fj.rounds.stream.refuse_memory(own, params, task.train.num_clients)
             made[name, epochs] = own
     return made
 
@@ -111,7 +113,7 @@ def run(
     whole = last == number(config, unit.local_epochs)
     folder = config.out / CHECKPOINTS / unit.name
     init_key, key, personal_key = jax.random.split(jax.random.key(unit.seed), 3)
-    state = first = _at_rates(method.init(task.init(init_key), task.train), unit)
+    state = first = _at_rates(streamed.init(task, method, task.init(init_key)), unit)
     rows: list[records.Row] = []
     found = checkpoints.restore(folder, state, warn)
     if found is not None:
@@ -128,7 +130,12 @@ def run(
     saved, left = time.monotonic(), last - int(state.number)
     if plan.stopped(config, rows):
         left = 0
-    going = fj.rounds.run(method, state, task.train, key=key, rounds=left) if left else ()
+
+    def save() -> None:
+        if int(state.number) > max(checkpoints.saved(folder), default=0):
+            checkpoints.save(folder, int(state.number), state, rows)
+
+    going = streamed.rounds(task, method, state, key, left, warn, save) if left else ()
     with trackers.tracker(config.tracker, config.out / "tracked", unit.name) as log:
         # A tracker begins anew, and a run that goes on has rounds behind it.
         for count, before in tables.gathered((row.round, row) for row in rows).items():
@@ -138,7 +145,7 @@ def run(
             if left_out := done.left_out.by_client(done.cohort):
                 names = "; ".join(f"client {k} for leaf '{leaf}'" for k, leaf in left_out.items())
                 warn(f"{unit.name}, round {count}: left out, as updates not finite: {names}.")
-            measures = _after_round(task, unit, state, done, personal_key)
+            measures = _after_round(task, unit, state, done, (key, personal_key))
             new = _rows(unit, count, measures)
             ends = count == last or plan.stopped(config, [*rows, *new])
             if ends and whole:
@@ -226,8 +233,11 @@ def _local(state: Any, rate: float) -> Any:
     return state._replace(scale=jnp.full_like(state.scale, rate))
 
 
-def _after_round(task: Rounds, unit: Unit, state: State, done: Round, key: Key) -> Measures:
+def _after_round(
+    task: Rounds, unit: Unit, state: State, done: Round, keys: tuple[Key, Key]
+) -> Measures:
     config, where = task.config, (unit.local_epochs, int(state.number))
+    key, personal_key = keys
     found: Measures = {
         ("cohort", "loss", None): done.loss / task.positions,
         ("cohort", "diverged", None): done.diverged.sum(),
@@ -235,7 +245,7 @@ def _after_round(task: Rounds, unit: Unit, state: State, done: Round, key: Key) 
     if measured(config, *where):
         found |= _means(task, "test", fj.metrics.performance(task.model, state.params, task.test))
         if config.barrier:
-            cohort = fj.clients.select(task.train, done.cohort)
+            cohort = streamed.cohort(task, done, key)
             models = state.params, done.trained.models
             barrier = fj.metrics.client_server_barrier(task.model, *models, cohort)
             found["cohort", "barrier_loss", None] = barrier.loss / task.positions
@@ -244,20 +254,19 @@ def _after_round(task: Rounds, unit: Unit, state: State, done: Round, key: Key) 
         own = fj.metrics.performance(task.model, state.params, task.validation)
         found |= _means(task, "validation", own)
     if config.personal_points > 1 and where[1] in plan.milestones(config, unit.local_epochs):
-        found |= _tuned(task, unit, state, key)
+        found |= _tuned(task, unit, state, personal_key)
     return found
 
 
 def _at_the_end(
     task: Rounds, method: fj.rounds.Federated, unit: Unit, state: State, key: Key
 ) -> Measures:
-    own = fj.metrics.performance(task.model, state.params, task.train)
-    found = _means(task, "clients", own)
+    found = _means(task, "clients", streamed.performance(task, state.params))
     if task.config.personal_points > 1:
         for epochs in range(1, task.config.personal_epochs):
             some = _tuned(task, unit, state, key, epochs)
             found |= {(f"tuned_{epochs}", *what): x for (_, *what), x in some.items() if what[1]}
-    traffic = method.traffic(state.params, task.train)
+    traffic = method.traffic(state.params, task.test)
     return found | {("traffic", way, None): count for way, count in traffic._asdict().items()}
 
 

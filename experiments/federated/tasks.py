@@ -13,7 +13,7 @@ from experiments.federated import owners, slanted
 from experiments.harness import choices, tasks
 from experiments.harness.config import OWNERS, SLANTED, Federated, title
 from fisherjax.clients import Federation
-from fisherjax.datasets import Dataset
+from fisherjax.datasets import ByClient, Dataset
 from fisherjax.typing import Key, Model, Params
 
 
@@ -24,7 +24,7 @@ class Rounds(NamedTuple):
     model: Model
     init: Callable[[Key], Params]
     optimizer: optax.GradientTransformation
-    train: Federation
+    train: Any  # a Federation, or a ByClient whose clients stay on disk
     validation: Any  # a Federation, or None without such clients
     held_out: Any
     test: Federation  # the test data of all, as one client
@@ -37,14 +37,18 @@ def rounds(config: Federated) -> Rounds:
     read = _owned if config.data.dataset in OWNERS else _images
     model, init, everybody, groups, test, words = read(config)
     # Each group is numbered from 0, so that random draws do not depend on the original numbers.
-    federations = [_numbered(everybody, group) if len(group) else None for group in groups]
+    federations = [_numbered(everybody, group) for group in groups]
     positions = math.prod(test.targets.shape[1:])
     return Rounds(
         config, model, init, tasks.optimizer(config.training), *federations, test, positions, words
     )
 
 
-def _numbered(everybody: Federation, group: np.ndarray) -> Federation:
+def _numbered(everybody: Federation, group: Any) -> Any:
+    if isinstance(group, ByClient):
+        return group
+    if not len(group):
+        return None
     return tasks.on_all_devices(fj.clients.select(everybody, group)._replace(ids=None))
 
 

@@ -80,6 +80,8 @@ def check_federated(config: Federated) -> None:
         number = config.data.num_clients
         check(config, "cohort", f"1 to the {number} clients", lambda cohort: cohort <= number)
     _check_others(config)
+    if config.data.stream:
+        _check_stream(config)
     if config.data.dataset != PLAYS:
         check(config, "held_out_plays", "0: these data have no plays", lambda plays: plays == 0)
 
@@ -93,6 +95,17 @@ def _check_others(config: Federated) -> None:
     if config.personal_points > 1 or (config.data.dataset in OWNERS and not config.held_out_plays):
         expected = "1 or more, as they are fine-tuned at several rounds, or give the test data"
         check(config, "held_out_clients", expected, lambda number: number >= 1)
+
+
+def _check_stream(config: Federated) -> None:
+    """Refuse clients on disk where their examples are needed in memory."""
+    data, one_of = config.data, ", ".join(configs.ON_DISK)
+    expected = f"one of {one_of} with --stream, which reads clients on disk"
+    check(data, "dataset", expected, lambda name: name in configs.ON_DISK)
+    expected = "1 or more with --stream, as a cohort's arrays have room for so many"
+    check(data, "client_examples", expected, lambda most: most >= 1)
+    expected = "cg or gd with --stream, as adam validates on training images in memory"
+    check(config.merging, "solver", expected, lambda solver: solver != "adam")
 
 
 def _check_grid(config: Federated) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fisherjax import tree
+from fisherjax import clients, tree
 from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape
 from fisherjax._user_data import client_by_client
@@ -18,7 +18,7 @@ from fisherjax.clients import Federation
 from fisherjax.datasets import ByClient
 from fisherjax.rounds._one_round import Round, State, draw_cohort
 from fisherjax.rounds.experiment import Federated
-from fisherjax.typing import Key, Model
+from fisherjax.typing import Device, Key, Model, Params
 
 
 def run_stream(
@@ -29,6 +29,7 @@ def run_stream(
     key: Key,
     rounds: int,
     most: int,
+    devices: Sequence[Device] | None = None,
 ) -> Iterator[tuple[State, Round[Report]]]:
     """Run rounds as `run` does, and read the examples of each cohort when its round begins.
 
@@ -48,6 +49,7 @@ def run_stream(
         key: Random key, folded by round, purpose and client.
         rounds: Number of rounds, at least 1.
         most: Largest number of a client's examples in a round.
+        devices: Devices over which each cohort is spread, see `clients.shard`; None is one.
 
     Yields:
         The state after each round, and the record of the round, whose cohort has places in source.
@@ -92,12 +94,13 @@ def run_stream(
             f"cohort is {experiment.cohort}, but the source has {source.num_clients} clients; "
             "expected at most all of them."
         )
-    _refuse_memory(experiment, state, source.num_clients)
+    refuse_memory(experiment, state.params, source.num_clients)
 
     def read(number: int) -> tuple[np.ndarray, Federation]:
         folded = jax.random.fold_in(key, number)
         places = np.asarray(draw_cohort(folded, source.num_clients, experiment.cohort))
-        return places, _federation(source, places, most, jax.random.key_data(folded).tolist())
+        cohort = read_cohort(source, places, most=most, key=folded)
+        return places, cohort if devices is None else clients.shard(cohort, devices)
 
     first = int(state.number)
     begin = read(first)[1]
@@ -116,10 +119,10 @@ def run_stream(
     return generate(state)
 
 
-def _refuse_memory(experiment: Federated, state: State, num_clients: int) -> None:
+def refuse_memory(experiment: Federated, params: Params, num_clients: int) -> None:
     """Refuse algorithms that keep something for each client: shapes that depend on M."""
     kept = [
-        tree.shapes(eval_shape(partial(experiment.init, clients=number), state.params))
+        tree.shapes(eval_shape(partial(experiment.init, clients=number), params))
         for number in (num_clients, num_clients + 1)
     ]
     if depends := sorted(name for name, shape in kept[0].items() if shape != kept[1][name]):
@@ -147,8 +150,32 @@ def _check_targets(
             raise ValueError(f"Client {source.name(int(place))!r}: {error}") from error
 
 
-def _federation(source: ByClient, places: np.ndarray, most: int, seed: Sequence[int]) -> Federation:
-    """Read clients into a federation of K times `most` rows, whatever their numbers of examples."""
+def read_cohort(
+    source: ByClient, places: Sequence[int] | np.ndarray, *, most: int, key: Key
+) -> Federation:
+    """Read clients on disk into a federation whose shapes depend on K and `most` alone.
+
+    Args:
+        source: Clients on disk, such as `datasets.emnist(...)`.
+        places: [K] places of the clients in the source, which become their ids.
+        most: Largest number of a client's examples.
+        key: Random key, folded by client, with which the examples of a client with more are drawn.
+            `run_stream` reads the cohort of round n with `jax.random.fold_in(key, n)`.
+
+    Returns:
+        The clients in this order; inputs and targets have K times `most` rows.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, or a client is read with more than `most` examples.
+
+    Example:
+        >>> source = ByClient(np.array([3, 1]), str, lambda k, most, seed: (np.ones((1, 2)), [0]))
+        >>> cohort = read_cohort(source, [1], most=3, key=jax.random.key(0))
+        >>> cohort.inputs.shape, cohort.sizes.tolist(), cohort.ids.tolist()
+        ((3, 2), [1], [1])
+    """
+    places, seed = np.asarray(places), jax.random.key_data(key).tolist()
     read = [source.read(int(k), most, (*seed, int(k))) for k in places]
     inputs, targets, rows = client_by_client(read)
     for place, own in zip(places, rows, strict=True):
