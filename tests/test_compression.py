@@ -137,6 +137,18 @@ def test_rounding_is_within_half_a_level_and_done_once(case):
         assert compression.size(packed) == 4
 
 
+@pytest.mark.parametrize("bits", [3, 8])
+def test_the_ceiling_is_above_by_less_than_a_level(bits):
+    x = np.random.default_rng(0).normal(size=50).astype(np.float32)
+    [[found], [packed]] = _there_and_back((quantized(bits, ceiling=True),), {"x": x})
+    level = np.abs(x).max() / (2 ** (bits - 1) - 1)
+    above = np.asarray(found["x"]) - x
+    assert above.min() >= -1e-6
+    assert above.max() < level * (1 + 1e-5)
+    assert above.mean() > level / 4  # rounding to the nearest has no bias
+    assert compression.size(packed) == math.ceil(50 * bits / 8) + 4
+
+
 def test_rounding_follows_the_scale():
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     codecs = (quantized(5),)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.theory import __main__ as theory
-from experiments.theory import averaging, parallel_runs, phases, theorem
+from experiments.theory import averaging, directions, parallel_runs, phases, theorem
 
 
 def rows_of(path):
@@ -25,7 +25,7 @@ def test_every_figure_has_a_name_on_the_command_line():
 @pytest.mark.slow
 def test_figures_are_pictures_numbers_and_claims(tmp_path):
     """One test, as workers would each draw them: one figure of each kind, quickly."""
-    figures = ("fedfisher1b", "features2", "features4", "phase", "constants")
+    figures = ("fedfisher1b", "features2", "features4", "phase", "directions", "constants")
     assert theory.main(["--quick", "--out", str(tmp_path), "--figure", *figures]) == 0
     assert not jax.config.jax_enable_x64
     names = {path.name for path in tmp_path.iterdir()}
@@ -78,6 +78,24 @@ def test_the_threshold_lies_where_the_accuracy_crosses():
 
 def test_a_power_law_is_found():
     assert phases.power([(m, 3 * m**-0.25) for m in (1, 2, 5, 24)]) == pytest.approx(-0.25)
+
+
+def test_an_exponential_law_is_found():
+    strengths = np.array([0.5, 1.0, 3.0])
+    slope, explained = directions.decay(strengths, 0.3 * np.exp(-0.7 * strengths))
+    assert slope == pytest.approx(0.7)
+    assert explained == pytest.approx(1)
+
+
+def test_points_of_every_direction_have_the_strengths_that_they_are_compared_at():
+    setting = directions.Setting()
+    for _, _, examples, dim, owners in directions.points(setting):
+        snr = directions.ratio(1.7, examples, dim, owners)
+        # chi by its definition, from inner products of the clients' signals.
+        mu = snr * dim**0.5 * np.eye(dim)[list(owners)]
+        chi = (mu @ mu[0]).sum() / (mu[0] @ mu[0])
+        strength = examples * chi**2 * (mu[0] @ mu[0]) ** 2 / (len(owners) * dim)
+        assert strength == pytest.approx(1.7, rel=1e-4)
 
 
 def test_what_a_mean_keeps_is_measured_over_rounds():

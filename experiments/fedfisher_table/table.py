@@ -170,9 +170,14 @@ def footnote(grid: Grid) -> str:
     """Return the note that explains the tables."""
     number = len(grid.seeds)
     several = f"Mean ± standard deviation over up to {number} seeds of training, on one split"
+    ours = {"none": "Our uploads are not compressed. "}.get(
+        grid.merging.compress,
+        f"Our uploads are compressed too ({grid.merging.compress.replace('_', ' ')}). ",
+    )
     return (
         f"{'One seed' if number == 1 else several}; in brackets the paper's mean of 5 seeds, after "
-        "30 epochs and with uploads compressed to the size of FedAvg's. An upload is one client's. "
+        "30 epochs and with uploads compressed to the size of FedAvg's. "
+        f"{ours}An upload is one client's. "
         "Seconds are of all clients together and of the server, medians over rows and seeds; those "
         "of algorithms leave the clients' training out, unless they train their own. The "
         "first run of a process includes compilation. A dash is what was not measured."

@@ -37,6 +37,8 @@ class Config:
     """Passes of training over the data."""
     seed: int = 0
     """Seed of everything that is random."""
+    shown_clients: int = 0
+    """Number of clients whose own models are compared with the merged ones, from the first."""
     num_points: int = 2000
     """Training images that t-SNE lays out."""
     num_examples: int = 2000
@@ -60,16 +62,19 @@ def _check(asked: Config) -> None:
     limits.check_options(asked)
     commands.check_name("dataset", asked.dataset, grids.DATASETS)
     commands.check(asked, "num_points", "31 or more", lambda x: x > 30)  # t-SNE's perplexity is 30
+    fits = range(asked.num_clients + 1)
+    commands.check(asked, "shown_clients", "0 to the number of clients", fits.__contains__)
     limits.check_one_shot(_experiment(asked))
 
 
 @commands.command(PROGRAM, __doc__, Config, _check, continues=False)
 def main(asked: Config, console: Console) -> None:
     network = asked.num_examples, asked.epochs, asked.seed
+    shown = asked.num_points, asked.shown_clients
     sections = {
         "gaussians": partial(gaussians.section, asked.seed, asked.draws),
         "fisher": partial(fisher_blocks.section, asked.dataset, asked.data_dir, *network),
-        "tsne": partial(features.section, _experiment(asked), asked.num_points),
+        "tsne": partial(features.section, _experiment(asked), *shown),
     }
     parts = ["# Why curvature merges better than averaging\n"]
     with records.folder(asked.out):

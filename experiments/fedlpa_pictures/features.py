@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 from scipy.spatial.distance import cdist
 from sklearn.decomposition import PCA
@@ -10,7 +11,7 @@ from sklearn.manifold import TSNE
 from sklearn.neighbors import NearestNeighbors
 
 import fisherjax as fj
-from experiments.harness import figures, one_round, tables, tasks
+from experiments.harness import figures, kept_clients, one_round, steps, tables, tasks
 from experiments.harness.config import MODELS, OneShot
 
 _NEIGHBOURS = 10
@@ -44,23 +45,34 @@ def _embed(points: np.ndarray, seed: int) -> np.ndarray:
     return TSNE(random_state=seed, init="pca").fit_transform(reduced)
 
 
-def section(config: OneShot, num_points: int, path: Path) -> str:
+def _clients(task: tasks.OneRound, unit: steps.Unit, number: int) -> dict[str, fj.typing.Params]:
+    """Train the clients of a split, and return the models of the first ones."""
+    if not number:
+        return {}
+    given = task, unit, *steps.start(task, unit[1]), lambda _: None, task.optimizer
+    models = kept_clients.trained(*given)[0].models
+    return {f"client {i}": jax.tree.map(lambda x, i=i: x[i], models) for i in range(number)}
+
+
+def section(config: OneShot, num_points: int, shown_clients: int, path: Path) -> str:
     """Merge the clients of a split, draw the models' features, and return a description."""
     task, [split], [seed] = tasks.one_round(config), config.partition_seeds, config.seeds
+    models = _clients(task, (split, seed), shown_clients)
     _, merged = one_round.train_and_merge(task, (split, seed))
+    models |= {figures.label(name): model.params for name, model in merged.items()}
     images = task.central.inputs[:num_points]
     labels = np.asarray(task.central.targets[:num_points])
     pixels = np.asarray(images).reshape(len(labels), -1).astype(float)
     lines = [("the pixels themselves", "-", f"{100 * purity(pixels, labels):.1f}", "-")]
     drawn = {}
-    for name, model in merged.items():
-        points = features(task, model.params, images)
+    for name, params in models.items():
+        points = features(task, params, images)
         placed = _embed(points, seed)
-        accuracy = float(task.accuracy(model.params, task.test))
+        accuracy = float(task.accuracy(params, task.test))
         found = accuracy, purity(points, labels), purity(placed, labels)
         shares = [f"{100 * share:.1f}" for share in found]
-        lines.append((figures.label(name), *shares))
-        drawn[f"{figures.label(name)}: purity {shares[1]} %"] = placed
+        lines.append((name, *shares))
+        drawn[f"{name}: purity {shares[1]} %"] = placed
     draw(drawn, labels, path)
     headings = ("model", "test accuracy", "purity", "purity of the picture")
     return f"""## What the last layer of a merged model sees

@@ -44,7 +44,7 @@ def networks(dataset: str) -> list[str]:
 
 _LATER = (
     *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    *("label_smoothing", "distillation", "choose", "aside"),
+    *("label_smoothing", "distillation", "choose", "aside", "compress"),
     *("then_rounds", "then_epochs", "central", "calibrate", "exchanges", "imports"),
 )
 """Options that the first runs did not have; the defaults give what those runs computed."""
@@ -137,6 +137,8 @@ class Merging:
     """Choice of dense and otfusion: none (last), or by 500 training or the test images."""
     aside: Literal["train", "test"] = "train"
     """Images that teach fedov+student: held-out training images, or half of the test images."""
+    compress: Literal["none", "paper", "paper_ceiling", "water_filling"] = "none"
+    """Compress uploads of weights and curvature to FedAvg's bytes: the FedFisher paper, or ours."""
     options: tyro.conf.Suppress[commands.Options] = ()
     """Options of methods that differ from the defaults, for example ("fedprox.mu", 0.1)."""
 

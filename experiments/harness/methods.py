@@ -20,6 +20,7 @@ from experiments.harness.names import (
     sends_full_matrices,
 )
 from fisherjax.algorithms import FEDLPA_DISTILLATION, Distillation
+from fisherjax.compression import Codec, compose, quantized, truncated, water_filling
 from fisherjax.typing import Array, Examples, Model, Params
 
 _FULL_LIMIT = 4e9  # largest size in bytes of all clients' full Fisher matrices together
@@ -160,7 +161,14 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
         asked.setdefault("damping", 0.0)
     if "fisher" in known and merging.solver == "gd":
         asked["solver"] = fj.solvers.gradient_descent()
-    make = partial(fj.algorithms.make, name, model, **asked)
+
+    def make(**options: Any) -> fj.algorithms.Algorithm:
+        made = fj.algorithms.make(name, model, **(asked | options))
+        # Only methods that look at the clients' examples send more than weights.
+        if merging.compress == "none" or "max_examples" not in known:
+            return made
+        return fj.compression.compressed(made, _codec(merging.compress))
+
     algorithm = make()
     if "fisher" not in known or merging.solver != "adam":
         return Method(algorithm, lambda _: algorithm)
@@ -169,6 +177,24 @@ def _method(merging: Merging, model: Model, batch_size: int, name: str) -> Metho
         fj.algorithms.paper_adam, epsilon_inside_root=known["fisher"] is not fj.fisher.diagonal
     )
     return Method(algorithm, lambda images: make(solver=adam(score=_score(model, images))))
+
+
+@fj._core.caching.cached
+def _codec(compress: str) -> Codec:
+    """Make the codec of `--compress`, by which weights and curvature take FedAvg's bytes."""
+
+    def encode(values: dict[str, Any], start: Params | None) -> dict[str, Any]:
+        part = next((name for name in ("fisher", "grams") if name in values), None)
+        if part is None:
+            return values
+        if compress == "water_filling":
+            return water_filling(1.0).encode(values, start)
+        is_diagonal = isinstance(values[part], fj.fisher.Diagonal)
+        bits = {"params": 16, part: 16 if is_diagonal else 8}
+        codecs = [quantized(bits, ceiling=compress == "paper_ceiling")]
+        return compose(*[] if is_diagonal else [truncated()], *codecs).encode(values, start)
+
+    return Codec(encode, compress, compress == "water_filling")
 
 
 def trains_its_own(algorithm: str) -> bool:

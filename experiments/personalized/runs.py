@@ -108,7 +108,9 @@ def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[M
     for state, done in fj.rounds.run(experiment, first, of.train, key=key, rounds=unit.rounds):
         count, found = int(done.number) + 1, []
         if count in tested_after:
-            models, how = experiment.models(state, number), {"stacked": True, "batch_size": 250}
+            models = experiment.models(state, number)
+            models = own_statistics(of.model, models, of.train) if asked.own_statistics else models
+            how = {"stacked": True, "batch_size": 250}
             tested = fj.metrics.performance(of.model, models, of.test, **how)
             values = {None: tested.mean().accuracy}
             # The accuracy of each client is measured after the last round only.
@@ -118,3 +120,17 @@ def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[M
                 for client, value in values.items()
             ]
         yield found, done.info
+
+
+def own_statistics(
+    model: fj.typing.Model, models: fj.typing.Params, federation: fj.clients.Federation
+) -> fj.typing.Params:
+    """Compute the running statistics of each client's model [M, ...] on that client's examples.
+
+    A server that averages models averages their statistics too. These are of other networks than
+    the mean, and of all clients' data; what is computed here is of the mean and of one client's.
+    """
+    method, trained = fj.algorithms.running_statistics(model), fj.training.Trained(models)
+    # The network draws nothing, so that any key will do.
+    found = fj.merging.summarize(method, trained, federation, key=jax.random.key(0))
+    return fj.leaves.replace(models, found.statistics)

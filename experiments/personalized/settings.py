@@ -116,6 +116,8 @@ class Config(commands.Imports):
     """Local epochs of FedAvg in table 3; none leaves the table out."""
     table3_rounds: int = 10
     """Rounds of table 3."""
+    own_statistics: bool = False
+    """Test models with BatchNorm's statistics of the client's own training data."""
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; otherwise the environment's TFDS_DATA_DIR."""
     out: commands.Folder = Path("runs/personalized")

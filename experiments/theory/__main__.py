@@ -6,8 +6,9 @@ fedfisher1a and fedfisher1b show FedFisher's theorem: the loss of a merged netwo
 layer over its width and over local steps, and the sources of this loss. features1 to features4 show
 what FedAvg and a single client learn of signal and noise: in 1000 and in 8000 dimensions, step by
 step, and for groups of clients. phase shows accuracy over clients and signal-to-noise ratio, the
-boundary that theory predicts, and the result of one merge by curvature. constants varies the
-constants that the papers do not give.
+boundary that theory predicts, and the result of one merge by curvature. directions shows the test
+error over each number of the theorem's signal strength. constants varies the constants that the
+papers do not give.
 
 Each figure writes FIGURE.png, FIGURE.csv with every seed, and FIGURE.md with the claim and its
 numbers.
@@ -22,18 +23,18 @@ from typing import Any, Literal
 from rich.console import Console
 
 from experiments.harness import commands, records, studies, tables
-from experiments.theory import averaging, constants, phases, theorem
+from experiments.theory import averaging, constants, directions, phases, theorem
 
 PROGRAM = "experiments.theory"
 FIGURES = {
     name: (module, *settings)
-    for module in (theorem, averaging, phases, constants)
+    for module in (theorem, averaging, phases, directions, constants)
     for name, settings in module.FIGURES.items()
 }
 """The module that computes each figure, its setting as in the papers, and its quick setting."""
 Figure = Literal[
     *("fedfisher1a", "fedfisher1b", "features1", "features2", "features3", "features4"),
-    *("phase", "constants"),
+    *("phase", "directions", "constants"),
 ]
 
 

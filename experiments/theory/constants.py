@@ -7,6 +7,7 @@ import numpy as np
 
 from experiments.harness import figures, records, tables
 from experiments.theory import averaging, parallel_runs, theorem
+from experiments.theory.theorem_figure import label, look
 
 Found = dict[tuple[str, float], dict[str, np.ndarray]]
 """Losses or accuracies [points, seeds] by figure and constant, and then by way."""
@@ -82,7 +83,7 @@ def section(name: str, setting: Setting, found: Found, out: Path) -> str:
     ):
         ways = [way for way in found[picture, setting.variances[0]] if way != "fedavg"]
         columns = [found[picture, variance] for variance in setting.variances]
-        rows = [(theorem.label(way), *(f"{shown(x[way]):.2f}" for x in columns)) for way in ways]
+        rows = [(label(way), *(f"{shown(x[way]):.2f}" for x in columns)) for way in ways]
         title = f"Loss, median over {setting.widths.seeds} seeds: {words}"
         headings = ("initial variance", *variances)
         parts.append(tables.markdown(tables.Table(title, headings, rows), level=3))
@@ -121,11 +122,11 @@ def _draw(found: Found, path: Path) -> None:
         shown = {"widths": _falls, "steps": _rises}.get(picture, np.mean)
         for way in next(iter(curve.values())):
             if picture in ("widths", "steps"):
-                look = theorem.look(way)
+                own = look(way)
             else:
                 words, colour = averaging.WAYS[way]
-                look = {"color": colour, "marker": "s", "label": words}
-            axes.plot([*curve], [shown(ways[way]) for ways in curve.values()], **look)
+                own = {"color": colour, "marker": "s", "label": words}
+            axes.plot([*curve], [shown(ways[way]) for ways in curve.values()], **own)
         axes.set(xscale="log", title=title)
         axes.set_xlabel("variance" if picture in ("widths", "steps") else picture.replace("_", " "))
     for axes in panels[:2]:

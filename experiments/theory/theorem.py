@@ -3,31 +3,45 @@
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import fisherjax as fj
-from experiments.harness import figures, records, tables
-from experiments.theory import parallel_runs
-from fisherjax.theory import laplace, two_layer
+from experiments.harness import records, tables
+from experiments.theory import parallel_runs, theorem_figure
+from experiments.theory.theorem_figure import NUM_EXAMPLES, SERVER_STEPS, SHOWN, TERMS, label
+from fisherjax.theory import bounds, laplace, two_layer
 from fisherjax.typing import Array, Key
 
-SERVER_STEPS = (10**4, 10**5, 10**6)
-"""Steps of the server's gradient descent; the paper does not give their number."""
 LEARNING_RATE, SERVER_RATE = 0.1, 0.001
-NUM_EXAMPLES = 200
-"""Number of examples of both clients."""
-SHOWN = 10**5
-"""Number of server steps whose loss is drawn term by term."""
 
-Found = dict[str, fj.theory.laplace.Decomposition]
-"""Terms of the loss by merging method, with leaves [points, seeds]."""
+
+class Judged(NamedTuple):
+    """The sources of a merged network's loss, and what the theorem says of them."""
+
+    sources: laplace.Decomposition
+    theorem: bounds.Terms
+
+    @property
+    def loss(self) -> Array:
+        """Training loss of the merged network."""
+        return self.sources.loss
+
+    def columns(self) -> dict[str, Array]:
+        """Return all quantities by name."""
+        own = self.theorem._asdict()
+        del own["r_0"]  # it is `furthest`
+        return self.sources._asdict() | own
+
+
+Found = dict[str, Judged]
+"""What is measured by merging method, with leaves [points, seeds]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,59 +106,68 @@ def _seed(width: int, steps: tuple[int, ...], key: Key, variance: Array) -> Foun
     federation = two_layer.draw(for_data)
     start = two_layer.initial(for_start, width, variance=variance)
     kept = two_layer.descend(start, federation, steps, LEARNING_RATE)
-    return jax.lax.map(partial(_judged, start, federation), kept)
+    lambda_0 = jnp.linalg.eigvalsh(bounds.infinite_width(federation))[0]
+    one = partial(_judged, start, federation, lambda_0)
+    return jax.lax.map(one, (kept, jnp.array(steps)))
 
 
-def _judged(start: Array, federation: fj.clients.Federation, models: Array) -> Found:
+def _judged(
+    start: Array, federation: fj.clients.Federation, lambda_0: Array, after: tuple[Array, Array]
+) -> Found:
+    models, steps = after
+    how = {"steps": steps, "learning_rate": LEARNING_RATE, "lambda_0": lambda_0}
     quadratic = laplace.gram(models, federation)
     # The paper's quadratic is a sum over clients, and this one a mean, whose gradient is smaller.
     rate = SERVER_RATE * len(models)
-    merged = {f"descent_{steps}": laplace.descent(quadratic, steps, rate) for steps in SERVER_STEPS}
+    merged = {
+        f"descent_{number}": laplace.descent(quadratic, number, rate) for number in SERVER_STEPS
+    }
     merged |= {"optimum": laplace.optimum(quadratic)}
     model = two_layer.network(start.shape[-1])
     for name in ("fedavg", "fedfisher_diag", "fedfisher_kfac"):
         merged[name] = parallel_runs.merge(name, model, start, models, federation)
     return {
-        name: laplace.decompose(w, start, models, quadratic, federation)
+        name: Judged(
+            laplace.decompose(w, start, models, quadratic, federation),
+            bounds.terms(w, start, models, federation, **how),
+        )
         for name, w in merged.items()
     }
-
-
-# Labels and colours of merges that are no methods of the registry.
-LOOKS = {
-    **{f"descent_{steps}": (f"full Fisher, {steps:,} steps", "#0b4f8a") for steps in SERVER_STEPS},
-    "optimum": ("full Fisher, exact optimum", "#1a1a1a"),
-}
-LINES = dict(zip([f"descent_{steps}" for steps in SERVER_STEPS], ("--", "-", "-."), strict=True))
-# Terms of the loss in the theorem, with their labels and colours.
-TERMS = {
-    "laplace": ("Laplace approximation", "#8b1e6b"),
-    "server": ("server's descent", "#2b78ad"),
-    "local": ("local training", "#d98200"),
-}
 
 
 def section(name: str, setting: Setting, found: Found, out: Path) -> str:
     """Write a figure's numbers and picture into a folder; return a description in Markdown."""
     records.write_text(out / f"{name}.csv", _csv(setting, found))
-    _draw(setting, found, out / f"{name}.png")
     axis = "width" if setting.is_over_width else "local steps"
+    losses = {way: of.loss for way, of in found.items()}
+    shown = found[f"descent_{SHOWN}"].columns()
+    theorem_figure.draw(axis, setting.points, losses, shown, out / f"{name}.png")
     fixed = (
         f"{setting.steps[0]} local steps" if setting.is_over_width else f"width {setting.widths[0]}"
     )
-    lines = [(label(way), *_medians(of.loss, ".4f")) for way, of in found.items()]
-    table = tables.Table("", ("loss, median", *map(str, setting.points)), lines)
-    shown = found[f"descent_{SHOWN}"]
+    loss_tables = [
+        tables.Table(
+            "",
+            (f"loss, {words}", *map(str, setting.points)),
+            [(label(way), *_of_seeds(mean, loss, ".4f")) for way, loss in losses.items()],
+        )
+        for words, mean in {"median": statistics.median, "mean": statistics.fmean}.items()
+    ]
     sources = [
-        (words, *_medians(getattr(shown, term), ".3g"))
+        (words, *_of_seeds(statistics.median, shown[term], ".3g"))
         for term, words in {
             **{term: words for term, (words, _) in TERMS.items()},
             "distance": "distance of clients from the start",
-            "furthest": "of the unit that went furthest",
+            "furthest": "R_0: of the unit that went furthest",
+            "r_1": "R_1: the same of the merged network",
             "moved": "distance of the server from the mean",
             "switched": "share of gates that switch",
             "smallest": "smallest eigenvalue at the start",
             "rank": f"eigenvalues that are not zero, of {NUM_EXAMPLES}",
+            "lambda_0": "lambda_0: smallest eigenvalue of H^inf",
+            "r_0_allowed": "what lambda_0 allows R_0 to be",
+            "local_term": "the theorem's first term, above local training",
+            "laplace_term": "its second, above the Laplace approximation",
         }.items()
     ]
     sources_table = tables.Table("", ("median", *map(str, setting.points)), sources)
@@ -154,7 +177,7 @@ def section(name: str, setting: Setting, found: Found, out: Path) -> str:
 Two clients of 100 examples, {fixed}, {setting.seeds} seeds, initial variance \
 {setting.variance:g}; the training loss of the merged network over the {axis}.
 
-{tables.markdown(table)}
+{chr(10).join(map(tables.markdown, loss_tables))}
 {claim}
 
 Where the loss of {label(f"descent_{SHOWN}")} comes from, and what the theorem is about:
@@ -164,8 +187,8 @@ Where the loss of {label(f"descent_{SHOWN}")} comes from, and what the theorem i
 """
 
 
-def _medians(values: np.ndarray, form: str) -> list[str]:
-    return [format(statistics.median(x), form) for x in values]
+def _of_seeds(mean: Callable[[Any], float], values: np.ndarray, form: str) -> list[str]:
+    return [format(mean(x), form) for x in values]
 
 
 def _falls(setting: Setting, found: Found) -> str:
@@ -198,69 +221,14 @@ def _turns(setting: Setting, found: Found) -> str:
     return tables.markdown(tables.Table("", headings, lines))
 
 
-def label(way: str) -> str:
-    """Return the label of a merging method."""
-    return LOOKS[way][0] if way in LOOKS else figures.label(way)
-
-
-def look(way: str) -> dict[str, Any]:
-    """Return the colour, the line style and the label of a merging method."""
-    if way not in LOOKS:
-        return figures.style(way)
-    words, colour = LOOKS[way]
-    return {"color": colour, "label": words, "linestyle": LINES.get(way, "-")}
-
-
 def _csv(setting: Setting, found: Found) -> str:
-    fields = fj.theory.laplace.Decomposition._fields
+    named = {way: of.columns() for way, of in found.items()}
+    fields = next(iter(named.values())).keys()
     lines = (
-        (way, point, seed, *(f"{getattr(of, field)[place, seed]:.6g}" for field in fields))
-        for way, of in found.items()
+        (way, point, seed, *(f"{values[place, seed]:.6g}" for values in of.values()))
+        for way, of in named.items()
         for place, point in enumerate(setting.points)
         for seed in range(setting.seeds)
     )
     axis = "width" if setting.is_over_width else "local_steps"
     return tables.csv_text(("merge", axis, "seed", *fields), lines)
-
-
-def _draw(setting: Setting, found: Found, path: Path) -> None:
-    figure, panels = figures.canvas(8, 9.6, rows=3, grid="both")
-    first, second, third = panels
-    for way, of in found.items():
-        _band(first, setting.points, of.loss, **look(way))
-    shown = found[f"descent_{SHOWN}"]
-    _band(second, setting.points, shown.loss, color="#0b4f8a", label="the whole loss", marker="o")
-    for (term, (words, colour)), marker in zip(TERMS.items(), "s^D", strict=True):
-        look_of = {"color": colour, "label": words, "linestyle": "--", "marker": marker}
-        _band(second, setting.points, getattr(shown, term), **look_of)
-    for term, (words, colour, marker) in {
-        "distance": ("clients' distance\nfrom the start", "#0b4f8a", "o"),
-        "furthest": ("furthest unit", "#57b894", "s"),
-        "switched": ("share of gates\nthat switch", "#c4501b", "^"),
-    }.items():
-        _band(third, setting.points, getattr(shown, term), color=colour, label=words, marker=marker)
-    # The theorem divides by the smallest eigenvalue. It is zero up to rounding, so the rank is
-    # drawn instead.
-    share = shown.rank / NUM_EXAMPLES
-    words = f"rank of the Gram\nmatrix at the start,\ndivided by {NUM_EXAMPLES}"
-    _band(third, setting.points, share, color="#8b1e6b", label=words, marker="D")
-    axis = "width" if setting.is_over_width else "local steps"
-    titles = (
-        f"loss of the merged network over the {axis} (medians of {setting.seeds} seeds, quartiles)",
-        f"where the loss of “{label(f'descent_{SHOWN}')}” comes from",
-        "how far networks move from their start",
-    )
-    for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title, fontsize="medium", loc="left")
-        axes.set(xscale="log", yscale="log", xlabel=axis)
-        axes.set_xticks(setting.points, map(str, setting.points))
-        axes.minorticks_off()
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figures.save(figure, path)
-
-
-def _band(axes: Any, points: Sequence[int], values: np.ndarray, **look: Any) -> None:
-    """Draw medians over seeds, with quartiles as a band."""
-    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75), axis=1)
-    axes.plot(points, middle, markersize=5, **look)
-    axes.fill_between(points, low, high, color=look["color"], alpha=0.12, linewidth=0)

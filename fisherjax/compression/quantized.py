@@ -95,7 +95,7 @@ class Difference(Encoded):
 
 
 @cached
-def quantized(bits: int | Mapping[str, int]) -> Codec:
+def quantized(bits: int | Mapping[str, int], *, ceiling: bool = False) -> Codec:
     """Make the uniform quantiser of arrays, each scaled by its own largest magnitude m.
 
         Q(x) = m round(L x / m) / L,   L = 2^(bits - 1) - 1,   |Q(x) - x| <= m / (2 L).
@@ -104,6 +104,8 @@ def quantized(bits: int | Mapping[str, int]) -> Codec:
         bits: Number of bits of an entry, including the sign, 2 to 24; or a number for each value of
             the update, such as {"params": 16, "fisher": 8}. Other values, single numbers and
             integers stay as they are.
+        ceiling: Whether entries are rounded up, as the text of the paper has it, instead of to the
+            nearest level. The error is then up to m / L, and its mean is not zero.
 
     Returns:
         The codec. An array of n entries takes ceil(n bits / 8) bytes, and 4 bytes for its scale.
@@ -132,34 +134,35 @@ def quantized(bits: int | Mapping[str, int]) -> Codec:
     def encode(values: dict[str, Any], start: Params | None) -> dict[str, Any]:
         del start
         if "" in asked:
-            return codes(values, asked[""])
+            return codes(values, asked[""], ceiling)
         if unknown := asked.keys() - values.keys():
             raise ValueError(
                 f"bits are given for {sorted(unknown)}, but this update holds {sorted(values)}."
             )
-        return {n: codes(x, asked[n]) if n in asked else x for n, x in values.items()}
+        return {n: codes(x, asked[n], ceiling) if n in asked else x for n, x in values.items()}
 
     words = ", ".join(f"{n} bits{f' of {name}' if name else ''}" for name, n in asked.items())
-    return Codec(encode, words)
+    return Codec(encode, f"{words}, rounded up" if ceiling else words)
 
 
-def codes(values: Any, bits: int) -> Any:
+def codes(values: Any, bits: int, ceiling: bool = False) -> Any:
     """Quantise the floating arrays of a pytree; those of one entry would not become smaller."""
 
     def one(leaf: Array) -> Any:
         is_large = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size > 1
-        return _codes(leaf, bits) if is_large else leaf
+        return _codes(leaf, bits, ceiling) if is_large else leaf
 
     return jax.tree.map(one, values)
 
 
-def _codes(x: Array, bits: int) -> Codes:
+def _codes(x: Array, bits: int, ceiling: bool) -> Codes:
     levels = 2 ** (bits - 1) - 1
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel()
     largest = jnp.abs(wide).max()
     # Entries that are not finite make the scale not finite, so that the server notices.
     scaled = wide / jnp.where(largest > 0, largest, 1)
-    code = jnp.round(jnp.nan_to_num(scaled) * levels).astype(jnp.int32) + levels
+    round_ = jnp.ceil if ceiling else jnp.round
+    code = round_(jnp.nan_to_num(scaled) * levels).astype(jnp.int32) + levels
     bit = (code[:, None] >> jnp.arange(bits - 1, -1, -1)) & 1
     # The scale is stored in float32, also for a float64 array.
     kept = largest.astype(jnp.float32)

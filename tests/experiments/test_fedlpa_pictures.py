@@ -176,7 +176,7 @@ def test_the_command_leaves_every_picture_and_its_numbers(tmp_path, capsys):
     words = (
         "--dataset digits --epochs 1 --num-clients 3 --num-points 60 --num-examples 60 --draws 4"
     )
-    words += f" --beta 0.5 --algorithms fedavg fedlpa --out {tmp_path}"
+    words += f" --beta 0.5 --algorithms fedavg fedlpa --shown-clients 2 --out {tmp_path}"
     assert fedlpa_pictures.main(words.split()) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         *("gaussians.png", "fisher.png", "tsne.png"),
@@ -189,6 +189,8 @@ def test_the_command_leaves_every_picture_and_its_numbers(tmp_path, capsys):
     over_layers = [*fused[:2], "FedLPA (EA)", "FedLPA"]
     assert [row[0][2:] for row in rows] == [*fused, *over_layers, "FedAvg", "FedLPA"]
     assert all(0 <= float(cell.strip(" |")) <= 100 for cell in rows[-1][1:])
+    clients = [line.split(" | ")[0] for line in summary.splitlines() if "| client" in line]
+    assert clients == ["| client 0", "| client 1"]
     command = shlex.split(summary.split("```")[1])
     assert command[:3] == ["python", "-m", "experiments.fedlpa_pictures"]
     assert set(words.split()) <= set(command)

@@ -12,6 +12,7 @@ import pytest
 
 from experiments.compression import runs as compression
 from experiments.fedfisher_table import table as fedfisher_table
+from experiments.fedlpa_pictures import __main__ as fedlpa_pictures
 from experiments.harness import commands, config, grids, limits, papers
 from experiments.papers import __main__ as command
 from experiments.papers import items, pages, readers
@@ -27,6 +28,7 @@ READ = {  # the options of the commands that would run what is missing, and thei
     "compression": (compression.Config.usual, limits.check_options),
     "federated": (config.federated, limits.check_federated),
     "personalized": (personalized.default, personalized.check),
+    "fedlpa_pictures": (fedlpa_pictures.Config, fedlpa_pictures._check),
 }
 
 

@@ -5,6 +5,9 @@ import re
 import types
 from pathlib import Path
 
+import chex
+import flax.linen as nn
+import jax
 import numpy as np
 import pytest
 
@@ -219,3 +222,26 @@ def test_the_examples_of_the_page_run_and_print_what_it_says(run_page, capsys):
     said = re.search(r"It prints (0\.\d+) and (0\.\d+)", text).groups()
     # Other versions of JAX round differently.
     np.testing.assert_allclose(found, [float(word) for word in said], atol=0.02)
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.relu(nn.BatchNorm(not train, name="norm")(nn.Dense(4, name="dense")(x)))
+        return nn.Dense(2)(x)
+
+
+def test_own_statistics_are_those_of_each_clients_model_on_its_own_examples(key):
+    inputs = np.random.default_rng(0).normal([[1]] * 5 + [[4]] * 7, 1, (12, 3)).astype(np.float32)
+    federation = fj.clients.federation((inputs, np.arange(12) % 2), [range(5), range(5, 12)])
+    params = fj.networks.init(Normed(), key, inputs)
+    model = fj.networks.model(Normed(), params, fj.likelihoods.categorical)
+    models = jax.tree.map(lambda x: np.stack([x, 2 * x]), params)
+    found = runs.own_statistics(model, models, federation)
+    for client, rows in enumerate((range(5), range(5, 12))):
+        dense = jax.tree.map(lambda x, of=client: x[of], models["params"]["dense"])
+        hidden = inputs[rows] @ dense["kernel"] + dense["bias"]
+        own = jax.tree.map(lambda x, of=client: x[of], found["moments"]["norm"])
+        np.testing.assert_allclose(own["mean"], hidden.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(own["second_moment"], (hidden**2).mean(0), rtol=1e-4)
+    chex.assert_trees_all_equal(found["params"], models["params"])

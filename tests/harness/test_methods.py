@@ -249,3 +249,25 @@ def test_those_that_train_their_own_clients_are_those_that_change_the_optimiser(
 
 def test_a_full_fisher_on_a_small_network_is_allowed():
     check_full(("fedfisher_full",), {"w": jax.ShapeDtypeStruct((100,), float)}, num_clients=5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compress", ["paper", "paper_ceiling", "water_filling"])
+def test_compressed_uploads_have_the_bytes_of_the_weights(compress, key):
+    names = ("fedavg", "regmean", "fedfisher_diag", "fedfisher_kfac")
+    network = fj.networks.MLP((16, 16), 4)
+    x, y = jax.random.normal(key, (12, 8)), jnp.arange(12) % 4
+    params = fj.networks.init(network, key, x)
+    model = fj.networks.model(network, params, fj.likelihoods.categorical)
+    federation = fj.clients.federation((x, y), [range(6), range(6, 12)])
+    clients = fj.training.Trained(jax.tree.map(lambda w: jnp.stack([w, w + 0.1]), params), params)
+    weights = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    for name, method in methods(Merging(names, compress=compress), model, 6).items():
+        sent = fj.merging.summarize(method.clients, clients, federation, key=key)
+        found = fj.compression.size(sent) / 2
+        tensors = 4 * 3 * len(jax.tree.leaves(params))  # a scale of each takes 4 bytes
+        assert found <= weights + 2 * tensors, name
+        merged, *_ = fj.merging.merge(method.server(None), params, sent, federation.weights)
+        assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(merged)), name
+        if name == "fedavg":
+            assert found == weights
