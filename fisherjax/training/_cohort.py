@@ -162,7 +162,7 @@ def epoch_by_epoch(cohort: Cohort, progress: Callable[[int, Array], None]) -> Tr
     # Most optimisers change nothing at the end: what follows then compiles no program.
     params = _final_params(states) if local_update.ends_elsewhere(states) else states.params
     on_host = all(map(checks.is_in_host_memory, losses))
-    loss = np.stack(losses, axis=1) if on_host else _stack(losses)
+    loss = jax.device_put(np.stack(losses, axis=1)) if on_host else _stack(losses)
     return _result(cohort, (params, states.statistics, local_update.kept_state(states)), loss)
 
 
