@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long  # the pages are executed once, for all of them
 PAGES = Path(__file__).parents[1] / "docs/how_to"
 NAMES = (
     *("your_model", "your_loss", "frameworks", "pytorch", "batch_norm", "stateful_modules"),
-    *("sequences", "padding", "seeds", "learn_weights"),
+    *("sequences", "padding", "seeds", "learn_weights", "equal_blocks"),
 )
 
 
@@ -66,7 +66,7 @@ def test_blocks_that_are_scanned_have_the_fisher_of_those_that_are_not(page):
     found = fj.fisher.kfac(model, page.deep_params, page.examples)
     chex.assert_trees_all_close(page.deep_kfac.diagonal(), found.diagonal(), rtol=1e-4, atol=1e-9)
     assert str(found) == str(page.deep_kfac)
-    assert str(found) in text_of("your_model")
+    assert str(found) in text_of("equal_blocks")
 
 
 def test_the_loss_of_ones_own_is_the_one_that_the_page_names(page):
