@@ -45,6 +45,7 @@ CHANGES = {
     "distillation": "fedlpa",
     "choose": "test",
     "aside": "test",
+    "compress": "paper",
     "then_rounds": 2,
     "then_epochs": 3,
     "calibrate": ("analytic_head",),
