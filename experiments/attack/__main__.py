@@ -20,7 +20,7 @@ from rich.console import Console
 
 from experiments.attack import gan, runs
 from experiments.attack.runs import VIEWS, Config, Measurement
-from experiments.harness import commands, config, figures, studies, tables
+from experiments.harness import commands, figures, studies, tables, titles
 
 PROGRAM = "experiments.attack"
 
@@ -37,7 +37,7 @@ def _check(asked: Config) -> None:
 
 
 def _report(asked: Config, measured: Sequence[Measurement], console: Console) -> None:
-    heading = f"{config.title(asked.data)}: images made of what the server sees"
+    heading = f"{titles.title(asked.data)}: images made of what the server sees"
     headings = ("seen", "taken for the digit, %", "its accuracy, %", "its epsilon")
     lines = []
     for view in asked.views:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from experiments.compression import runs
 from experiments.compression.runs import Config, Measurement
-from experiments.harness import commands, config, figures, studies, tables
+from experiments.harness import commands, figures, studies, tables, titles
 
 PROGRAM = "experiments.compression"
 
@@ -33,7 +33,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         )
         for one in measured
     ]
-    heading = f"{config.title(asked.data)}: accuracy over the bytes of an update"
+    heading = f"{titles.title(asked.data)}: accuracy over the bytes of an update"
     headings = ("algorithm", "codec", "bytes", "of FedAvg's", "accuracy %")
     _draw_figure(asked, measured)
     shown = [tables.Table(heading, headings, lines, text=2)]
@@ -63,7 +63,7 @@ def _draw_figure(asked: Config, measured: Sequence[Measurement]) -> None:
     panel.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     panel.minorticks_off()
     words = "lines: water filling; hollow: as many bits everywhere; x: the paper's codec"
-    panel.set_title(f"{config.title(asked.data)}\n{words}", fontsize="medium", loc="left")
+    panel.set_title(f"{titles.title(asked.data)}\n{words}", fontsize="medium", loc="left")
     figures.save_with_legend(drawn, asked.out / "compression.png", columns=3)
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from experiments.federated import barriers, grid, personal, plan
 from experiments.federated.plan import FRACTIONS
 from experiments.harness import figures, folders, records, tables
-from experiments.harness.config import TEXTS, Federated, title
+from experiments.harness.config import TEXTS, Federated
+from experiments.harness.titles import title
 
 _MARKED = 8  # approximate number of markers on a curve
 AXES = {"curves": "local epochs in all", "rounds": "rounds", "bytes": "MB of a client, up and down"}

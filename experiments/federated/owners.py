@@ -8,7 +8,8 @@ import fisherjax as fj
 from experiments.federated.packages import packages
 from experiments.harness import drawings
 from experiments.harness.commands import check
-from experiments.harness.config import OWNERS, PACKAGES, PLAYS, WRITERS, Federated, title
+from experiments.harness.config import OWNERS, PACKAGES, PLAYS, WRITERS, Federated
+from experiments.harness.titles import title
 from fisherjax.datasets import ByClient, Dataset
 
 CONTEXT = 128

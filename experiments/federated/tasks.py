@@ -11,7 +11,8 @@ import optax
 import fisherjax as fj
 from experiments.federated import owners, slanted
 from experiments.harness import choices, tasks
-from experiments.harness.config import OWNERS, SLANTED, Federated, title
+from experiments.harness.config import OWNERS, SLANTED, Federated
+from experiments.harness.titles import title
 from fisherjax.clients import Federation
 from fisherjax.datasets import ByClient, Dataset
 from fisherjax.typing import Key, Model, Params

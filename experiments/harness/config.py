@@ -1,15 +1,13 @@
 """Define the options that commands share, in groups, and their defaults."""
 
 import dataclasses
-import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 import fisherjax as fj
-from experiments.harness import choices, commands, figures, folders
+from experiments.harness import choices, commands
 from experiments.harness.choices import DATASETS, MODELS
 
 PARTITIONS = ("dirichlet_of_client", "iid", "niid_bench", "classes_per_client", "pachinko")
@@ -40,14 +38,6 @@ def networks(dataset: str) -> list[str]:
     if dataset not in TEXTS:
         return of_images()
     return [*_TRANSFORMERS] if dataset == PLAYS else ["dropout_transformer"]
-
-
-_LATER = (
-    *("beta", "min_size", "classes_per_client", "weight_decay", "augment_border", "normalize"),
-    *("label_smoothing", "distillation", "choose", "aside", "compress"),
-    *("then_rounds", "then_epochs", "central", "calibrate", "exchanges", "imports"),
-)
-"""Options that the first runs did not have; the defaults give what those runs computed."""
 
 
 # tyro shows the strings under the fields as --help and keeps their line breaks: one line each.
@@ -291,42 +281,3 @@ def _fedfish(dataset: str) -> Federated:
         personal_epochs=personal_epochs,
         eval_every=100,
     )
-
-
-def name(config: OneShot) -> str:
-    """Return the name of an experiment, with a digest of all options that change its result."""
-    first, data = commands.contents(OneShot()), config.data
-    # Runs from before these options existed, when damping was one, keep their names.
-    changed = {"damping": "default"} | {
-        option: value
-        for option, value in commands.contents(config).items()
-        if option not in folders.WHERE_AND_HOW and (option not in _LATER or value != first[option])
-    }
-    # Those runs took all examples.
-    if not changed["max_examples"]:
-        del changed["max_examples"]
-    # Folders keep version 0.2's name of this partition, so that its runs continue.
-    word = {"dirichlet_of_client": "fedfisher"}.get(data.partition, data.partition)
-    changed["partition"] = word
-    digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()[:6]
-    split = f"{word}{_number(data)[1]}"
-    return f"{data.dataset}-{data.model}-m{data.num_clients}-{split}-{digest}"
-
-
-def title(data: Data) -> str:
-    """Return a title with the data set, the network and the clients."""
-    both = f"{figures.label(data.dataset)}, {figures.label(data.model)}"
-    if data.dataset in OWNERS:
-        return f"{both}, a client for each {OWNERS[data.dataset]}"
-    return f"{both}, {data.num_clients} clients ({''.join(_number(data))})"
-
-
-def _number(data: Data) -> tuple[str, str]:
-    """Return the words for the partition in a title, and its parameter, which follows them."""
-    return {
-        "iid": ("iid", ""),
-        "dirichlet_of_client": ("Dirichlet of each client, alpha ", f"{data.alpha:g}"),
-        "pachinko": ("pachinko, alpha ", f"{data.alpha:g}"),
-        "niid_bench": ("Dirichlet of each class, beta ", f"{data.beta:g}"),
-        "classes_per_client": ("classes of each: ", str(data.classes_per_client)),
-    }[data.partition]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 import fisherjax as fj
-from experiments.harness import commands, config, figures, studies, tables
+from experiments.harness import commands, figures, studies, tables, titles
 from experiments.harness.names import takes
 from experiments.knee import runs
 from experiments.knee.runs import Config, Measurement
@@ -46,7 +46,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         for (name, kind), accuracies in found.items()
     ]
     headings = ("algorithm", "Fisher", *(str(n) if n else "all" for n in asked.counts))
-    heading = f"{config.title(asked.data)}: accuracy in % over examples a client"
+    heading = f"{titles.title(asked.data)}: accuracy in % over examples a client"
     _draw_figure(asked, found)
     shown = [tables.Table(heading, headings, lines, text=2)]
     studies.report(asked, PROGRAM, shown, {"knee.png": "accuracy over examples"}, console)
@@ -74,7 +74,7 @@ def _draw_figure(asked: Config, found: dict) -> None:
         panel.set_xticks(shown, map(str, shown), rotation=45)
         panel.minorticks_off()
     explained = "dots are draws of examples, lines their means; dotted across: all examples"
-    drawn.suptitle(f"{config.title(asked.data)}\n{explained}", fontsize="medium")
+    drawn.suptitle(f"{titles.title(asked.data)}\n{explained}", fontsize="medium")
     figures.save_with_legend(drawn, asked.out / "knee.png", title="Fisher information")
 
 

@@ -32,6 +32,7 @@ from experiments.harness import (
     records,
     tables,
     tasks,
+    titles,
 )
 from experiments.harness.progress import Watch, bar
 from experiments.harness.steps import Unit
@@ -41,12 +42,12 @@ PROGRAM = "experiments.one_shot"
 
 @commands.command(PROGRAM, __doc__, config.one_shot, limits.check_one_shot, distributed=True)
 def main(asked: config.OneShot, console: Console) -> None:
-    asked = dataclasses.replace(asked, out=asked.out or Path("runs") / config.name(asked))
+    asked = dataclasses.replace(asked, out=asked.out or Path("runs") / titles.name(asked))
     with records.folder(asked.out):
         asked, rows = folders.resume(asked, config.one_shot(asked.data.dataset))
         if missing := one_round.missing(asked, rows):
             rows = _execute(tasks.one_round(asked), rows, missing, console)
-        accuracies.report(asked, config.title(asked.data), rows, PROGRAM, console)
+        accuracies.report(asked, titles.title(asked.data), rows, PROGRAM, console)
 
 
 def _execute(

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from experiments.harness import commands, config, figures, folders, limits, records, studies, tables
+from experiments.harness import (
+    commands,
+    figures,
+    folders,
+    limits,
+    records,
+    studies,
+    tables,
+    titles,
+)
 from experiments.secure.runs import MEAN, OPEN, SKETCHED, Config, Measurement, measured
 
 PROGRAM = "experiments.secure"
@@ -40,7 +49,7 @@ def _report(asked: Config, found: Sequence[Measurement], console: Console) -> No
         (w, str(k or "-"), f"{d:g}", f"{100 * a:.1f}", f"{e:.1e}", f"{s:.1f}")
         for w, k, d, a, e, s in found
     ]
-    heading = f"{config.title(asked.data)}: merged from sums alone"
+    heading = f"{titles.title(asked.data)}: merged from sums alone"
     _draw(asked, found)
     shown = [tables.Table(heading, headings, lines)]
     studies.report(asked, PROGRAM, shown, {"secure.png": "accuracy over terms"}, console)
@@ -60,7 +69,7 @@ def _draw(asked: Config, found: Sequence[Measurement]) -> None:
         panel.plot([1], percent[MEAN], **one, label=f"mean factors, {words}")
     panel.set(xlabel="terms of the sketch", ylabel="test accuracy, %", xticks=asked.terms)
     words = "merged from sums of the clients' sketches (dotted: from open uploads)"
-    panel.set_title(f"{config.title(asked.data)}\n{words}", fontsize="medium", loc="left")
+    panel.set_title(f"{titles.title(asked.data)}\n{words}", fontsize="medium", loc="left")
     figures.save_with_legend(drawn, asked.out / "secure.png", columns=2)
 
 

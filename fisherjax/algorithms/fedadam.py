@@ -84,7 +84,19 @@ def fedyogi(
         v <- v - (1 - b2) D^2 sign(v - D^2),    W <- W + learning_rate m / (sqrt(v) + tau),
 
     from m = 0 and v = tau^2. The second moment falls at most by the last square, where that of
-    FedAdam decays. Arguments, results, errors and the source are those of `fedadam`.
+    FedAdam decays.
+
+    Args:
+        learning_rate: Step size of the server.
+        b1: Decay of the first moment, below 1.
+        b2: One minus the weight of a square in the second moment, below 1.
+        tau: Degree of adaptivity, above zero; a large one gives steps along m itself.
+
+    Returns:
+        The algorithm. Updates are {"params": W_i}, of which the server needs only sums.
+
+    Raises:
+        ValueError: If a number is out of range.
 
     Example:
         >>> import fisherjax as fj
@@ -92,6 +104,8 @@ def fedyogi(
         >>> updates = fj.algorithms.Update({"params": jnp.array([[2.0], [4.0]])}, method.kind)
         >>> print(fj.merging.merge(method, jnp.zeros(1), updates)[0].round(4))
         [0.0721]
+
+    Source: the paper above, whose weights p_i are equal or by examples; here those of the merge.
     """
     return _adaptive(_yogi, learning_rate, b1, b2, tau)
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2] / "experiments"
 ORDER = [
     *("names", "imported", "program_cache", "hosts", "tables", "records", "decoded", "choices"),
     *("option_groups", "commands", "papers", "folders", "figures", "drawings"),
-    *("config", "limits", "methods", "votes", "tasks"),
+    *("config", "titles", "limits", "methods", "votes", "tasks"),
     *("checkpoints", "steps", "kept_clients", "after_merge", "one_round", "accuracies", "memory"),
     *("progress", "forecast", "grids", "grid_runs", "reference", "trained_clients", "studies"),
 ]

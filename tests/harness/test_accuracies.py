@@ -12,11 +12,11 @@ from rich.console import Console
 from experiments.harness import (
     accuracies,
     commands,
-    config,
     figures,
     folders,
     memory,
     tables,
+    titles,
 )
 from experiments.harness.config import Data, Merging, OneShot
 from experiments.harness.steps import row_of
@@ -40,7 +40,7 @@ def reported(tmp_path, rows_of):
         asked = dataclasses.replace(asked, out=tmp_path)
         folders.write_config(tmp_path, asked, PROGRAM)
         console = Console(width=100, file=io.StringIO(), highlight=False)
-        accuracies.report(asked, config.title(asked.data), rows_of(asked), PROGRAM, console)
+        accuracies.report(asked, titles.title(asked.data), rows_of(asked), PROGRAM, console)
         return asked, console.file.getvalue(), (tmp_path / "summary.md").read_text()
 
     return report
@@ -240,7 +240,7 @@ def test_numbers_are_rounded_for_reading():
 
 
 def test_a_title_says_how_the_data_are_split():
-    said = config.title(Data(partition="niid_bench", beta=0.5))
+    said = titles.title(Data(partition="niid_bench", beta=0.5))
     assert said == "digits, MLP, 5 clients (Dirichlet of each class, beta 0.5)"
 
 
@@ -286,7 +286,7 @@ def test_an_algorithm_keeps_its_colour_in_every_figure_and_any_order(tmp_path, r
 def test_the_figure_is_a_picture_and_takes_a_single_run(tmp_path, rows_of):
     asked = OneShot(seeds=(0,), partition_seeds=(0,))
     table = accuracies.lines(rows_of(asked), asked.merging.algorithms)
-    accuracies.figure(table, config.title(asked.data), tmp_path / "accuracy.png")
+    accuracies.figure(table, titles.title(asked.data), tmp_path / "accuracy.png")
     assert (tmp_path / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import Phase, given, settings
 
-from experiments.harness import commands, config, folders, grids, limits, records
+from experiments.harness import commands, config, folders, grids, limits, records, titles
 from experiments.harness.config import Data, OneShot
 from experiments.reference_clients import __main__ as reference_clients
 from fisherjax import algorithms
@@ -272,7 +272,7 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_option(option, value)
 
 @pytest.mark.parametrize("option", CHANGES)
 def test_the_name_of_a_run_tells_experiments_apart_by_what_changes_their_results(option):
-    is_same = config.name(changed(OneShot(), option, CHANGES[option])) == config.name(OneShot())
+    is_same = titles.name(changed(OneShot(), option, CHANGES[option])) == titles.name(OneShot())
     assert is_same == (option in folders.WHERE_AND_HOW)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.harness import commands, config, folders, one_round, records
+from experiments.harness import commands, config, folders, one_round, records, titles
 from experiments.harness.config import Merging, OneShot
 from experiments.harness.records import ONE_SHOT, RESULTS
 from experiments.one_shot import __main__ as one_shot
@@ -387,7 +387,7 @@ def test_runs_from_before_most_options_keep_their_folder():
     before = {k: v for k, v in first.items() if k not in (*later, *folders.WHERE_AND_HOW)}
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()[:6]
     asked = OneShot(merging=Merging(max_examples=0))
-    assert config.name(asked) == f"digits-mlp-m5-fedfisher0.1-{digest}"
+    assert titles.name(asked) == f"digits-mlp-m5-fedfisher0.1-{digest}"
 
 
 def test_columns_of_a_run_are_its_rows_by_their_types():
