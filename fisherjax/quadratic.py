@@ -28,6 +28,7 @@ from jax.tree_util import Partial
 from fisherjax import _preconditioning, _wide_layers, tree
 from fisherjax._core import checks
 from fisherjax._core.compiler import jit
+from fisherjax._stacked import plain_sum
 from fisherjax.fisher import Diagonal, Operator
 from fisherjax.fisher.operators import Blockwise
 from fisherjax.typing import AnyArray, Array, Params, Scalar
@@ -154,9 +155,11 @@ def sums(fishers: Operator, params: Params, weights: Array, plain: bool = False)
     # The sum of F_i W_i does not follow from the sums of F_i and of W_i.
     products = tree.where(weights != 0, _wide_layers.products(fishers, blocks))
     product = tree.weighted_sum(products, weights)
-    votes = (weights > 0).astype(weights.dtype) if plain else weights
-    fisher, mean = tree.weighted_sum(fishers, weights), tree.weighted_sum(blocks, votes)
-    return Sums(fisher, product, mean, jnp.sum(weights), jnp.sum(votes) if plain else None)
+    fisher, weight = tree.weighted_sum(fishers, weights), jnp.sum(weights)
+    if not plain:
+        return Sums(fisher, product, tree.weighted_sum(blocks, weights), weight)
+    present = (weights > 0).astype(weights.dtype)
+    return Sums(fisher, product, plain_sum(blocks, present), weight, jnp.sum(present))
 
 
 def from_sums(totals: Sums, damping: Scalar, centre: Params = None) -> Quadratic:

@@ -65,6 +65,7 @@ def test_who_is_not_available_takes_no_part(federation):
     [
         (by_night, 3, "cohort is 3, but 2 of 4 clients are available in round 0"),
         (lambda number: jnp.ones(3), 2, r"availability returned float32\[3\]"),
+        (lambda number: None, 2, r"availability returned object\[\] for round 0; expected"),
         (lambda number: -jnp.ones(4), 2, "expected a finite number, zero or more"),
     ],
 )

@@ -68,8 +68,13 @@ def growth(
         panel.grid(color=GRID, linewidth=0.8)
     for panel, label in zip(grid[:, 0], values, strict=True):
         panel.set_ylabel(label)
-    for panel, label in zip(grid[-1], across, strict=True):
-        panel.set(xlabel=label, yscale="linear", ylim=(0, None))
+    for panel, over in zip(grid[-1], across, strict=True):
+        panel.set(xlabel=over, yscale="linear", ylim=(0, None))
+        sizes = sorted({case[over] for _, own, cases in curves if own == over for case in cases})
+        if sizes[-1] < 100 * sizes[0]:
+            # Labels of a short logarithmic axis would overlap.
+            panel.set_xticks(sizes, [f"{size:,.0f}" for size in sizes], minor=False)
+            panel.set_xticks([], minor=True)
     legend(figure, grid.ravel(), columns=2)
     return figure
 

@@ -28,7 +28,7 @@ from experiments.harness import commands, figures, folders, names, records, stud
 from experiments.pretrained import paired, text_clients, weights
 from experiments.pretrained.sentences import DOMAINS
 from experiments.pretrained.text_clients import Clients, Data, Task
-from fisherjax.algorithms import Algorithm
+from fisherjax.algorithms import Algorithm, Update
 from fisherjax.typing import Examples, Params
 
 REFERENCES = {"start": "the start", "own": "each client on its own domain", "joint": "joint"}
@@ -108,7 +108,8 @@ def units(asked: Config) -> dict[Unit, int]:
     for rank in asked.ranks:
         sizes |= {_name(name, rank): number for name in ("own", "joint")}
         merged = asked.merged if rank else ("",)
-        rows = [_name(name, rank, which) for which in merged for name in asked.algorithms]
+        # Methods that share what clients send follow one another.
+        rows = [_name(name, rank, which) for name in asked.algorithms for which in merged]
         sizes |= dict.fromkeys(rows, number * len(asked.scales))
     return {(seed, name): size for seed in asked.seeds for name, size in sizes.items()}
 
@@ -117,9 +118,11 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Merge the clients of a seed by a method, and test the merged network on every domain."""
-    # Units of the same seed and rank follow one another.
-    of_seed = lru_cache(1)(partial(_seed, asked))
     groups = [(domain,) for domain in asked.domains] if asked.num_clients else [asked.domains]
+    # Units of the same seed and rank follow one another. Adapters send two kinds of updates, for
+    # merges of factors and of products.
+    of_seed, most = lru_cache(len(groups))(partial(_seed, asked)), max(2, len(groups))
+    sent: dict[tuple, tuple[Update, float]] = {}
     for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
         first, options = name.partition("@")[0], names.options_in(name)
         rank = options.pop("rank", asked.ranks[0] if name == "start" else 0)
@@ -129,7 +132,13 @@ def measured(
             if first in REFERENCES:
                 found = _references(of, first)
             else:
-                found = _merged(asked, of, _method(asked, first, options, of.clients), seed)
+                method = _method(asked, first, options, of.clients)
+                key = domains, seed, rank, method.summarize, method.kind
+                if key not in sent:
+                    while len(sent) >= most:
+                        del sent[next(iter(sent))]
+                    sent[key] = _sent(of, method, seed)
+                found = _merged(asked, of, method, *sent[key])
             rows += [
                 Measurement(name, scale, seed, domain, round(accuracy, 6), size, round(seconds, 3))
                 for scale, accuracies, size, seconds in found
@@ -230,13 +239,20 @@ def _references(of: Seed, name: str) -> list[tuple]:
     return [(1.0, accuracies, 0, clients.seconds[is_joint])]
 
 
-def _merged(asked: Config, of: Seed, method: Algorithm, seed: int) -> list[tuple]:
-    clients, train, key = of.clients, of.data.train, jax.random.key(seed)
-    begun = time.perf_counter()
-    update = fj.merging.summarize(method, clients.trained, train, key=key)
+def _sent(of: Seed, method: Algorithm, seed: int) -> tuple[Update, float]:
+    """Return what the clients send, and the seconds that this took."""
+    key, begun = jax.random.key(seed), time.perf_counter()
+    update = fj.merging.summarize(method, of.clients.trained, of.data.train, key=key)
+    return jax.block_until_ready(update), time.perf_counter() - begun
+
+
+def _merged(
+    asked: Config, of: Seed, method: Algorithm, update: Update, seconds: float
+) -> list[tuple]:
+    clients, train, begun = of.clients, of.data.train, time.perf_counter()
     merged, *_ = fj.merging.merge(method, clients.start, update, train.weights)
     merged = jax.block_until_ready(merged)
-    seconds = time.perf_counter() - begun
+    seconds += time.perf_counter() - begun
     size = fj.compression.size(update) // train.num_clients
     start, merged = _whole(clients.start), _whole(merged)
     return [

@@ -77,8 +77,10 @@ class Config:
         *("fedavg", "fedfisher_diag", "fedfisher_kfac"),
     )
     """Methods that merge."""
+    running_statistics: bool = False
+    """Whether clients compute running statistics again after each merge, before its exchanges."""
     exchanges: int = 0
-    """Exchanges after each merge, a head and natural gradients: ALGORITHM+natural_gradient."""
+    """Exchanges after each merge: a head, then natural gradients. Rows have the last one's name."""
     num_clients: int = 5
     """Number of clients over which the training images are split."""
     alpha: float = 0.1
@@ -147,14 +149,23 @@ class Clients(NamedTuple):
 
 def units(asked: Config) -> dict[Unit, int]:
     """Return the units, each computed and written as a whole, and their numbers of measurements."""
-    merged = [f"{name}+natural_gradient" for name in asked.algorithms if asked.exchanges]
+    after = ["", *(f"+{last}" for last in _exchanges(asked))]
+    merged = [name + last for name in asked.algorithms for last in after]
     return {
         (case, start, seed, name): 1
         for seed in asked.seeds
         for case in asked.cases
         for start in asked.starts
-        for name in (*REFERENCES, *asked.algorithms, *merged)
+        for name in (*REFERENCES, *merged)
     }
+
+
+def _exchanges(asked: Config) -> dict[str, tuple[str, ...]]:
+    """Return the exchanges that follow every merge, by the name of the last one."""
+    first = ("running_statistics",) * asked.running_statistics
+    steps = ("analytic_head", *("natural_gradient",) * (asked.exchanges - 1))
+    plans = [first, (*first, *steps)] if asked.exchanges else [first]
+    return {plan[-1]: plan for plan in plans if plan}
 
 
 def run(asked: Config, program: str, console: Console) -> None:
@@ -172,18 +183,20 @@ def measured(
     asked: Config, console: Console, missing: Sequence[Unit]
 ) -> Iterator[list[Measurement]]:
     """Merge the clients of a case by a method, and test the merged network."""
-    # Units of the same clients follow one another.
+    # Units of the same clients follow one another, and those of one merge.
     clients_of = lru_cache(1)(partial(_clients, asked))
+    merged_of = lru_cache(1)(lambda *unit: _merged(asked, clients_of(*unit[:-1]), unit[-1]))
     for unit in studies.each(console, missing, "{0[0]}, {0[1]}, seed {0[2]}, {0[3]}".format):
         *which, name = unit
         of = clients_of(*which)
         if name in REFERENCES:
             accuracy, size, seconds = _reference(of, name)
         else:
-            first, plus, _ = name.partition("+")
-            params, size, seconds = _merged(asked, of, first)
-            if plus:
-                params, size, seconds = _exchanged(asked, of, params, size, seconds)
+            first, _, last = name.partition("+")
+            params, size, seconds = merged_of(*which, first)
+            if last:
+                steps = _exchanges(asked)[last]
+                params, size, seconds = _exchanged(asked, of, steps, params, size, seconds)
             accuracy = _accuracy(of, params)
         found = Measurement(*unit, round(accuracy, 6), size, round(seconds, 3))
         console.print(f"{', '.join(map(str, unit))}: {100 * found.accuracy:.1f}")
@@ -263,10 +276,9 @@ def _merged(asked: Config, of: Clients, name: str) -> tuple[Params, int, float]:
 
 
 def _exchanged(
-    asked: Config, of: Clients, params: Params, size: int, seconds: float
+    asked: Config, of: Clients, steps: Sequence[str], params: Params, size: int, seconds: float
 ) -> tuple[Params, int, float]:
     """Improve merged params by exchanges without training; return all bytes and seconds too."""
-    steps = ("analytic_head", *("natural_gradient",) * (asked.exchanges - 1))
     begun = time.perf_counter()
     for number, step in enumerate(steps):
         method, key = fj.algorithms.make(step, of.model), jax.random.key(number)

@@ -1,7 +1,7 @@
 """Merge adapters by any method, to which the changes that they make look like those of kernels."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -83,17 +83,6 @@ def merge_products(
     if rank is not None:
         checks.count("rank", rank)
 
-    def summarize(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
-        params, _, others = _split(network.merged(trained.whole), trained.params)
-        start = trained.start
-        if start is not None:
-            whole = leaves.join(start, trained.statistics, trained.frozen)
-            start = _split(network.merged(whole), start).trained
-        seen = trained._replace(params=params, start=start, statistics=None, frozen=others)
-        values, local = algorithm.summarize(key, seen, examples, local)
-        sent = {"params": trained.params} if "params" in values else {}
-        return values | sent, local
-
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         values, weights = received
         held = params["adapters"]
@@ -114,7 +103,7 @@ def merge_products(
         return params | {"adapters": new}, state, info
 
     return algorithm._replace(
-        summarize=summarize,
+        summarize=_of_products(algorithm.summarize),
         aggregate=aggregate,
         reduce=None,
         kind=f"{algorithm.kind}, of adapters",
@@ -122,6 +111,27 @@ def merge_products(
         gives="model" if rank is None else "wider model",
         link=Link(whole=True),
     )
+
+
+@cached
+def _of_products(summarize: Callable[..., tuple[dict, Any]]) -> Callable[..., tuple[dict, Any]]:
+    """Return a `summarize` of clients with adapters, as of networks whose kernels they change.
+
+    It depends on nothing else, so that methods with equal `summarize` still have equal ones.
+    """
+
+    def of_products(key: Key, trained: Trained, examples: Examples, local: Any) -> tuple[dict, Any]:
+        params, _, others = _split(network.merged(trained.whole), trained.params)
+        start = trained.start
+        if start is not None:
+            whole = leaves.join(start, trained.statistics, trained.frozen)
+            start = _split(network.merged(whole), start).trained
+        seen = trained._replace(params=params, start=start, statistics=None, frozen=others)
+        values, local = summarize(key, seen, examples, local)
+        sent = {"params": trained.params} if "params" in values else {}
+        return values | sent, local
+
+    return of_products
 
 
 def _split(base_params: Params, params: Any) -> leaves.Leaves:

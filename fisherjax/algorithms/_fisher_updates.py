@@ -7,7 +7,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from fisherjax import quadratic, tree
+from fisherjax import _stacked, quadratic
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value, name_of
 from fisherjax._core.compiler import jit
@@ -98,7 +98,7 @@ def centre_point(centre: Centre, start: Params, plain: Callable[[], WeightedSum]
 def plain_sum(params: Params, weights: Array) -> WeightedSum:
     """Return the sum of stacked params over the clients with a weight, and the number of these."""
     present = (weights > 0).astype(weights.dtype)
-    return WeightedSum(tree.weighted_sum(params, present), present.sum())
+    return WeightedSum(_stacked.plain_sum(params, present), present.sum())
 
 
 def about_centre(problem: quadratic.Quadratic) -> quadratic.Quadratic:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fisherjax import clients
 from fisherjax.typing import Array, Key
@@ -15,8 +16,9 @@ def check_availability(
     """Check the chances of a round, and that a cohort of clients is available; else ValueError."""
     if availability is None:
         return
-    chances = jnp.asarray(availability(number))
-    if chances.shape != (num_clients,) or not (jnp.isfinite(chances) & (chances >= 0)).all():
+    # A function without a result returns None, of which NumPy makes an array without a shape.
+    chances = np.asarray(availability(number))
+    if chances.shape != (num_clients,) or not (np.isfinite(chances) & (chances >= 0)).all():
         raise ValueError(
             f"availability returned {chances.dtype}{list(chances.shape)} for round {number}; "
             "expected a finite number, zero or more, for each of the "

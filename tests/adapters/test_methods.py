@@ -146,6 +146,15 @@ def test_methods_that_merge_changes_of_the_start_fit():
         assert adapters.merge_products(algorithm, LORA).model is LORA
 
 
+def test_methods_whose_clients_send_the_same_still_do():
+    makers = [partial(FULL_KFAC.func, **(FULL_KFAC.keywords | {"damping": x})) for x in (0.1, 10.0)]
+    whole, cut = (adapters.merge_products(makers[0](DENSE), LORA, rank=r) for r in (None, 6))
+    other = adapters.merge_products(makers[1](DENSE), LORA)
+    assert whole.summarize == cut.summarize == other.summarize
+    assert whole.kind == cut.kind == other.kind
+    assert whole.summarize != adapters.merge_products(fj.algorithms.regmean(DENSE), LORA).summarize
+
+
 def test_methods_that_do_not_fit_are_named():
     compressed = fj.compression.compressed(fj.algorithms.fedavg(), fj.compression.quantized(bits=8))
     for algorithm, model, words in (

@@ -169,6 +169,22 @@ def test_sums_of_groups_of_clients_add_up(world, centre):
     np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
+@pytest.mark.filterwarnings("ignore:Blocks")
+@pytest.mark.parametrize("name", ADDED)
+def test_changes_of_a_thousand_clients_keep_their_digits(name):
+    """In float32 the sum of their models is as long as a thousand of them."""
+    draws, number = np.random.default_rng(0), 1_000
+    start = draws.normal(size=(4, 2)).astype("f4")
+    models = (start + 0.002 * draws.normal(size=(number, 4, 2))).astype("f4")
+    shapes = operator(name, np.eye(4))
+    nothing = jax.tree.map(lambda x: jnp.zeros((number, *jnp.shape(x)), "f4"), shapes)
+    method = method_of(name, "sum")
+    updates = Update({"params": {"w": jnp.asarray(models)}} | nothing, method.kind)
+    found = merging.merge(method, {"w": jnp.asarray(start)}, updates)[0]["w"]
+    expected = (models.astype(float) - start).sum(0)
+    np.testing.assert_allclose(found - start, expected, atol=4e-4)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_other_centres_are_refused_by_name(name):
     with pytest.raises(ValueError, match="centre is 'prior'; expected 'mean' or 'start' or 'sum'"):

@@ -278,11 +278,19 @@ def test_clients_that_were_kept_before_domains_could_be_split_are_found(options,
 @pytest.mark.long
 def test_of_adapters_all_methods_merge_clients_that_are_trained_once(options, monkeypatch):
     options |= {"algorithms": ("fedavg", "task_arithmetic"), "ranks": (2,)}
+    summaries, summarize = [], fj.merging.summarize
+
+    def counted(*arguments, **how):
+        summaries.append(arguments[0].kind)
+        return summarize(*arguments, **how)
+
+    monkeypatch.setattr(fj.merging, "summarize", counted)
     first = _run(adapter_table.Config(**options, merged=("products", "cut")))
+    assert len(summaries) == 1, "all of these merge the same updates"
     names = [
         *("start", "own@rank=2", "joint@rank=2"),
-        *("fedavg@rank=2,merged='products'", "task_arithmetic@rank=2,merged='products'"),
-        *("fedavg@rank=2,merged='cut'", "task_arithmetic@rank=2,merged='cut'"),
+        *("fedavg@rank=2,merged='products'", "fedavg@rank=2,merged='cut'"),
+        *("task_arithmetic@rank=2,merged='products'", "task_arithmetic@rank=2,merged='cut'"),
     ]
     assert list(dict.fromkeys(row["algorithm"] for row in first)) == names
     # Clients send a product's factors, which a rank of two makes thin.

@@ -66,6 +66,20 @@ def test_a_table_has_every_row_from_both_starts_and_goes_on(state, monkeypatch, 
     assert "FedAvg" in capsys.readouterr().out
 
 
+def test_rows_have_the_name_of_their_last_exchange():
+    how = {"cases": ("svhn-mnist",), "starts": ("scratch",), "algorithms": ("ties",), "seeds": (0,)}
+    for more, last in [
+        ({}, []),
+        ({"exchanges": 1}, ["analytic_head"]),
+        ({"exchanges": 2}, ["natural_gradient"]),
+        ({"running_statistics": True}, ["running_statistics"]),
+        ({"running_statistics": True, "exchanges": 3}, ["running_statistics", "natural_gradient"]),
+    ]:
+        units = vision_table.units(Config(**how, **more))
+        names = [name for *_, name in units if name not in vision_table.REFERENCES]
+        assert names == ["ties", *(f"ties+{name}" for name in last)]
+
+
 def test_people_who_draw_the_test_images_draw_no_training_images(monkeypatch, tmp_path):
     (tmp_path / "omniglot").mkdir()
     archive(tmp_path / "omniglot", "images_background_small1.zip", ["Greek", "Latin"])
