@@ -18,6 +18,7 @@ import optax
 
 from fisherjax import tree
 from fisherjax._core.caching import cached
+from fisherjax._other_libraries import summary
 from fisherjax.typing import Array, Params
 
 ALGORITHM_ARGUMENTS = ("start", "extras", "last_epoch", "factor")
@@ -35,9 +36,7 @@ _KEEPERS = (optax.contrib.SAMState, optax.contrib.ScheduleFreeState)
 
 
 @functools.lru_cache(maxsize=64)
-def with_extra_args(
-    base: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(base: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Make an optimiser accept any extra arguments, of which it gets those that `update` takes.
 
     `optax.with_extra_args_support` does not change an optimiser that takes some of the arguments
@@ -164,7 +163,7 @@ def _checked(
         raise
     except Exception as error:
         raise Refused(
-            f"{name} cannot start from these params ({_summary(error)}). Labels and masks must "
+            f"{name} cannot start from these params ({summary(error)}). Labels and masks must "
             "have the structure of params, here with leaves "
             f"{list(tree.names(params))}, and optimisers that need other arguments than params, as "
             "optax.lookahead does, cannot be used."
@@ -181,7 +180,7 @@ def _checked(
     except Exception as error:
         why = without or "It gets the gradient, value, value_fn(params) and grad_fn(params)."
         raise Refused(
-            f"{name} cannot take a step ({_summary(error)}). {why} Use an optimiser that needs no "
+            f"{name} cannot take a step ({summary(error)}). {why} Use an optimiser that needs no "
             "other arguments and updates params themselves (optax.lookahead does not), such as "
             "optax.sgd(1e-2) or optax.adam(1e-3)."
         ) from error
@@ -193,10 +192,6 @@ def _checked(
 def _any_loss(params: Params) -> Array:
     # Only its shape is used.
     return jnp.asarray(sum(jnp.sum(leaf).astype(float) for leaf in jax.tree.leaves(params)))
-
-
-def _summary(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _check_same(what: str, name: str, before: Any, after: Any) -> None:

@@ -9,6 +9,17 @@ import jax
 import numpy as np
 
 
+def summary(error: Exception) -> str:
+    """Return the type and the first line of an error that other code raised.
+
+    Example:
+        >>> summary(KeyError("a"))
+        "KeyError: 'a'"
+    """
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
 def as_array(value: Any, what: str) -> Any:
     """Return an array of another library, or a list, as one of NumPy; leave JAX's as they are.
 
@@ -26,12 +37,10 @@ def as_array(value: Any, what: str) -> Any:
         return np.asarray(value)
     # A tensor of a GPU, or one that needs a gradient, raises an error of its library's own.
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
         raise TypeError(
-            f"{what} of type {type(value).__name__} cannot be read as an array "
-            f"({type(error).__name__}: {first_line}). Expected rows of equal lengths, or an array "
-            "in the CPU's memory: of a PyTorch tensor pass x.detach().cpu().numpy(), and of one of "
-            "bfloat16 x.float() first."
+            f"{what} of type {type(value).__name__} cannot be read as an array ({summary(error)}). "
+            "Expected rows of equal lengths, or an array in the CPU's memory: of a PyTorch tensor "
+            "pass x.detach().cpu().numpy(), and of one of bfloat16 x.float() first."
         ) from error
 
 
@@ -45,11 +54,9 @@ def check_keys(tree: Any, what: str) -> None:
         jax.tree.structure(tree)
     # JAX's type of this error is not documented, nor is that of a class of one's own.
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
         raise TypeError(
-            f"{what} cannot be read as a pytree ({type(error).__name__}: {first_line}); expected "
-            "dicts whose keys are all of one type, such as text: {str(key): x for key, x in "
-            "given.items()}."
+            f"{what} cannot be read as a pytree ({summary(error)}); expected dicts whose keys are "
+            "all of one type, such as text: {str(key): x for key, x in given.items()}."
         ) from error
 
 

@@ -163,11 +163,8 @@ def windows(
     # All roles count, so that min_characters does not change the numbers of characters.
     if alphabet is None:
         alphabet = "".join(sorted(set().union(*(role.text for role in roles))))
-    inputs, targets = [], []
-    for role in kept:
-        own = cut(encode(role.text, alphabet), context)
-        inputs.append(own[0])
-        targets.append(own[1])
+    cuts = [cut(encode(role.text, alphabet), context) for role in kept]
+    inputs, targets = zip(*cuts, strict=True)
     owners = np.repeat(np.arange(len(kept)), [len(rows) for rows in inputs])
     return Windows(
         np.concatenate(inputs), np.concatenate(targets), partition.natural(owners), kept, alphabet

@@ -166,11 +166,7 @@ class Examples(_Examples):
     __slots__ = ()
 
     def __new__(
-        cls,
-        inputs: Inputs,
-        targets: Any = None,
-        indices: Any = None,
-        weights: Any = None,
+        cls, inputs: Inputs, targets: Any = None, indices: Any = None, weights: Any = None
     ) -> "Examples":
         """Make examples of arrays of any library."""
         given = inputs, targets, indices, weights

@@ -27,14 +27,17 @@ def is_traced(*values: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(values))
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer of Python or NumPy; True is a mistake, no integer."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def count(name: str, value: Any, least: int = 1, most: float = math.inf, expected: str = "") -> int:
     """Check that a value is an integer from `least` to `most`, and return it as an int.
 
     `expected` describes the valid values in the message, by default as "an integer of at least 1".
     """
-    # NumPy's integers are accepted. True is an integer in Python, but a mistake here.
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not is_integer or not least <= int(value) <= most:
+    if not is_integer(value) or not least <= int(value) <= most:
         expected = expected or f"an integer of at least {least}"
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
     return int(value)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from fisherjax import tree
 from fisherjax._core.batches import describe, num_rows
 from fisherjax._core.checks import is_traced, kind_of
+from fisherjax._other_libraries import summary
 from fisherjax.typing import AnyArray, Inputs, Model, Params, Positions
 
 IGNORED = -100
@@ -85,8 +86,7 @@ def outputs(model: Model, params: Params, inputs: Inputs, targets: AnyArray | No
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
-    if model.positions is not None:
-        are_positions(model, inputs, z.shape)
+    are_positions(model, inputs, z.shape)
     if targets is not None:
         model.likelihood.check(z.shape, replace_ignored(model, z.shape, targets))
     return z
@@ -128,9 +128,7 @@ def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: A
         return jax.eval_shape(function, params, inputs, *rest)
     # The user's function may raise an error of any type.
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{name} failed on inputs of {describe(inputs)} "
-            f"({type(error).__name__}: {first_line}). Check that the params and the inputs are "
-            "those of this network."
+            f"{name} failed on inputs of {describe(inputs)} ({summary(error)}). Check that the "
+            "params and the inputs are those of this network."
         ) from error

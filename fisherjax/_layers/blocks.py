@@ -31,8 +31,7 @@ def read(network: Flat, *, is_apart: bool = False) -> uses.Reading:
         LoopObstacle: If a loop must be unrolled to be read.
     """
     whole = {v: uses.whole(leaf, v) for leaf, v in enumerate(network.leaves)}
-    walk = uses.start(network, whole, {*network.inputs}, [network.output])
-    walk = walk._replace(is_apart=is_apart)
+    walk = uses.start(network, whole, {*network.inputs}, [network.output], is_apart)
     mixes, loops, stacks = False, {}, []
     for number, equation in enumerate(network.equations):
         if number in network.loops:
@@ -61,7 +60,7 @@ def _read_loop(walk: uses.Walk, equation: Any, loop: Loop) -> tuple[uses.Reading
     while data != before:
         # A value that is carried depends on the inputs if that of the step before does.
         before = data
-        step = uses.start(loop, views, data, outputs)._replace(is_apart=walk.is_apart)
+        step = uses.start(loop, views, data, outputs, walk.is_apart)
         mixes = [uses.read_equation(step, i, one) for i, one in enumerate(loop.equations)]
         carried = zip((loop.arguments[i] for i in loop.carry), loop.outputs, strict=False)
         data = data | {v for v, out in carried if _is_in(out, step.data)}

@@ -59,26 +59,25 @@ class Walk(NamedTuple):
     products: dict[Any, tuple[int, Axes]]
     uses: list[Use]
     obstacles: dict[int, str]
-    is_apart: bool = False
+    is_apart: bool
 
 
 def read(network: Flat, *, is_apart: bool = False) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
     views = {v: whole(number, v) for number, v in enumerate(network.leaves)}
-    walk = start(network, views, {*network.inputs}, [network.output])
-    walk = walk._replace(is_apart=is_apart)
+    walk = start(network, views, {*network.inputs}, [network.output], is_apart)
     mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
     return finish(walk, views, [network.output], any(mixes))
 
 
-def whole(leaf: int, variable: Any, index: tuple[int, ...] = ()) -> View:
-    """Return the view of a variable that is a leaf, or one slice of a stacked leaf."""
+def whole(leaf: int, variable: Any) -> View:
+    """Return the view of a variable that is a leaf."""
     shape = variable.aval.shape
-    return View(leaf, shape, tuple((axis,) for axis in range(len(shape))), index)
+    return View(leaf, shape, tuple((axis,) for axis in range(len(shape))))
 
 
 def start(
-    network: Flat | Loop, leaves: dict[Any, View], data: set[Any], outputs: Sequence[Any]
+    network: Flat | Loop, leaves: dict[Any, View], data: set, outputs: Sequence[Any], is_apart: bool
 ) -> Walk:
     """Return the state of the reading before the first equation."""
     # A constant with an axis of examples, such as a recurrent network's initial state, is data.
@@ -88,7 +87,7 @@ def start(
     sums = [variables(e.invars) for e in network.equations if e.primitive.name == "add"]
     pairs = [pair for v in sums if len(v) == 2 for pair in (v, v[::-1])]
     summands = {v: other for v, other in pairs if consumers[v] == 1}
-    return Walk(consumers, summands, data, dict(leaves), {}, {}, [], {})
+    return Walk(consumers, summands, data, dict(leaves), {}, {}, [], {}, is_apart)
 
 
 def read_equation(walk: Walk, number: int, equation: Any) -> bool:

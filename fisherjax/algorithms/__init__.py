@@ -5,14 +5,7 @@ A paper is one file and one row of `METHODS` in `registry`, whose public names a
 
 from fisherjax._layers.normalization import normalizations
 from fisherjax.algorithms import registry
-from fisherjax.algorithms._lookup import (
-    check_options,
-    make,
-    merges,
-    options,
-    personal,
-    required,
-)
+from fisherjax.algorithms._lookup import check_options, make, merges, options, personal, required
 from fisherjax.algorithms._rows import LAWS, Pieces, Row
 from fisherjax.algorithms.base import Algorithm, Link, Update, WeightedSum
 from fisherjax.algorithms.distillation._open_set import open_set

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _stacked, quadratic
+from fisherjax import _stacked, quadratic, solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value, name_of
 from fisherjax._core.compiler import jit
@@ -15,6 +15,7 @@ from fisherjax.algorithms._layer_solves import solve_about_mean
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Link, WeightedSum
 from fisherjax.fisher import Kronecker, Operator, automatic, kinds, true
 from fisherjax.fisher.kinds import Kind
+from fisherjax.solvers import Solver
 from fisherjax.training import Trained
 from fisherjax.typing import Array, Centre, Examples, Key, Model, Params, Scalar
 
@@ -122,13 +123,14 @@ def fisher_sums(updates: dict[str, Any], weights: Array, plain: bool = False) ->
     return quadratic.sums(updates["fisher"], updates["params"], weights, plain)
 
 
-def solve_sums(
-    solve: Callable[[quadratic.Quadratic], Any], damping: Scalar = 0.0, centre: Centre = "mean"
-) -> Callable:
+def solve_sums(solver: Solver | None, damping: Scalar = 0.0, centre: Centre = "mean") -> Callable:
     """Make the `aggregate` that solves the quadratic of `fisher_sums`, or of (updates, weights).
 
-    The solver starts from the centre, which damping pulls to; its report is returned.
+    The solver, by default conjugate gradients, starts from the centre, which damping pulls to; its
+    report is returned.
     """
+    solve = solvers.conjugate_gradients() if solver is None else solver
+    checks.function("solver", solve, "solvers.conjugate_gradients()")
 
     def aggregate(key: Key, received: Any, params: Params, state: Any, cohort: Array) -> tuple:
         del key, cohort

@@ -129,6 +129,9 @@ def _solve_layer(
     return found.params[_KERNEL], Info(*(x[_KERNEL] for x in found.info[:3]))
 
 
+_restored = jit(Kronecker.restore)
+
+
 def _leaves_of(layer: Layer, leaves: Mapping[str, Array], axis: int) -> dict[str, Array]:
     """Return the leaves of a layer; those of one in a stack are slices behind so many axes."""
     names = {_KERNEL: layer.leaf} | ({_BIAS: layer.bias} if layer.bias else {})
@@ -141,11 +144,6 @@ def _leaves_of(layer: Layer, leaves: Mapping[str, Array], axis: int) -> dict[str
 def _slice(axis: int, leaf: Array, index: tuple[Scalar, ...]) -> Array:
     # The index is an argument, so that all slices of a stack share the program.
     return leaf[(*(slice(None),) * axis, *index)]
-
-
-@jit
-def _restored(fishers: Kronecker, blocks: dict[str, Array]) -> Params:
-    return fishers.restore(blocks)
 
 
 def _nameless(layer: Layer) -> Layer:

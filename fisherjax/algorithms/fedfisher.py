@@ -12,16 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms._fisher_updates import (
-    fisher_summary,
-    fisher_sums,
-    link_of,
-    solve_sums,
-)
+from fisherjax.algorithms._fisher_updates import fisher_summary, fisher_sums, link_of, solve_sums
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm
 from fisherjax.fisher import Diagonal, Operator, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -97,11 +91,9 @@ def fedfisher(
     damping = operator.default_damping if damping is None else damping
     checks.number("damping", damping)
     link = link_of(centre)
-    solve = solvers.conjugate_gradients() if solver is None else solver
-    checks.function("solver", solve, "solvers.conjugate_gradients()")
+    aggregate = solve_sums(solver, damping, centre)
     # If sums suffice, uploads can be streamed, and the server never stores them all.
     plain = partial(fisher_sums, plain=True) if centre == "sum" else fisher_sums
-    aggregate = solve_sums(solve, damping, centre)
     reduce = plain if operator.adds_up else None
     return Algorithm(summarize, aggregate, reduce, kind=sent, model=model, link=link)
 

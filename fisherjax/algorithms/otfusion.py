@@ -191,11 +191,7 @@ def _chosen(
 
 
 def _aligned(
-    how: _How,
-    wires: Wiring,
-    pivot: dict[str, Array],
-    client: dict[str, Array],
-    stays: Array,
+    how: _How, wires: Wiring, pivot: dict[str, Array], client: dict[str, Array], stays: Array
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Return a client's layers with its units in the pivot's order, and the transports."""
     moved, transports = {}, {}

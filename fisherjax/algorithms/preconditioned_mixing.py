@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fisherjax import _padding, leaves, solvers
+from fisherjax import _padding, leaves
 from fisherjax._core import checks
 from fisherjax._core.caching import by_value, cached, name_of
 from fisherjax._core.compiler import jit
@@ -94,15 +94,12 @@ def preconditioned_mixing(
         )
     damping = Kronecker.default_damping if damping is None else damping
     checks.number("damping", damping)
-    solve = solvers.conjugate_gradients() if solver is None else solver
-    checks.function("solver", solve, "solvers.conjugate_gradients()")
-
     summarize = by_value(
         partial(_summarize, model, estimate, _Steps(steps, step_damping, batch_size))
     )
     # What clients send depends on their steps. As a float, 1 has the name of 1.0.
     sent = f"{sent}, after {steps} steps of damping {1.0 * step_damping}"
-    return Algorithm(summarize, solve_sums(solve, damping), kind=sent, model=model)
+    return Algorithm(summarize, solve_sums(solver, damping), kind=sent, model=model)
 
 
 class _Steps(NamedTuple):

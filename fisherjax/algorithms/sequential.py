@@ -18,12 +18,7 @@ from fisherjax import solvers
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
-from fisherjax.algorithms._fisher_updates import (
-    centre_point,
-    fisher_summary,
-    link_of,
-    plain_sum,
-)
+from fisherjax.algorithms._fisher_updates import centre_point, fisher_summary, link_of, plain_sum
 from fisherjax.algorithms._layer_errors import Squares, agreement, relative_error, squared_errors
 from fisherjax.algorithms._layer_solves import about_mean, combined
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm

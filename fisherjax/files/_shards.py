@@ -155,19 +155,18 @@ def open_checkpoint(path: Any, limits: Limits) -> Checkpoint:
             f"{_some(listed)}: these files are neither merged nor copied.",
             stacklevel=2,
         )
-    found = [_model(_inside(folder, name), limits) for name in listed]
-    for file, name in zip(found, listed, strict=True):
-        if indices:
-            _check_shard(folder / indices[0], name, listed, file)
+    found = {name: _model(_inside(folder, name), limits) for name in listed}
+    for name, file in found.items() if indices else ():
+        _check_shard(folder / indices[0], name, listed, file)
     return Checkpoint(
         folder,
-        {name: stored for file in found for name, stored in _stored(file).items()},
-        {name: tuple(file.arrays) for name, file in zip(listed, found, strict=True)},
-        {name: file.metadata for name, file in zip(listed, found, strict=True)},
+        {name: stored for file in found.values() for name, stored in _stored(file).items()},
+        {name: tuple(file.arrays) for name, file in found.items()},
+        {name: file.metadata for name, file in found.items()},
         indices[0] if indices else "",
         tuple(name for name in others if not name.endswith(_WEIGHTS) and _inside(folder, name)),
-        sum(file.nbytes for file in found),
-        found[0].about,
+        sum(file.nbytes for file in found.values()),
+        next(iter(found.values())).about,
     )
 
 

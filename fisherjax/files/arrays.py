@@ -16,7 +16,7 @@ from safetensors import numpy as safetensors
 
 from fisherjax.files import base
 from fisherjax.files._archive import read_archive
-from fisherjax.files._limits import LIMITS, Limits, check_limits, check_storable
+from fisherjax.files._limits import LIMITS, ArrayKind, Limits, check_limits, check_storable
 from fisherjax.files._paths import atomic_file, checked_path
 from fisherjax.files._places import Places, _Place, _places, _some
 from fisherjax.files._shards import is_finite, is_folder, open_checkpoint
@@ -26,11 +26,7 @@ from fisherjax.tree import to_native
 
 @shown_errors()
 def save_arrays(
-    path: str | os.PathLike,
-    tree: Any,
-    *,
-    mapping: Places | None = None,
-    limits: Limits = LIMITS,
+    path: str | os.PathLike, tree: Any, *, mapping: Places | None = None, limits: Limits = LIMITS
 ) -> None:
     """Write a pytree of arrays to one .safetensors file, with names such as "layers/0/kernel".
 
@@ -218,11 +214,12 @@ def _check_same(
         hints.append("if names differ, map them with `mapping`")
     for name, leaf in expected.items():
         found = arrays.get(name, leaf)
+        # These have names of dtypes, because the byte order of `like` does not matter.
+        kind, wanted = ArrayKind.of(found), ArrayKind.of(leaf)
         is_castable = found.shape == leaf.shape and _is_float(found) and _is_float(leaf)
-        # Compared by name, because the byte order of `like` does not matter.
-        if _kind(found) == _kind(leaf) or (cast and is_castable):
+        if kind == wanted or (cast and is_castable):
             continue
-        faults.append(f"{name} is {_kind(found)}, expected {_kind(leaf)}")
+        faults.append(f"{name} is {kind}, expected {wanted}")
         if is_castable:
             hints.append("to change the precision of floats, pass cast=True")
         elif found.shape != leaf.shape and sorted(found.shape) == sorted(leaf.shape):
@@ -264,10 +261,6 @@ def _named(tree: Any) -> dict[str, Any]:
         # np.asarray fails for JAX's keys, which have a dtype.
         named[name] = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     return named
-
-
-def _kind(leaf) -> str:
-    return f"{leaf.dtype.name}{list(leaf.shape)}"
 
 
 def _stored(leaf: Any, place: _Place) -> np.ndarray:

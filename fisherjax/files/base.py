@@ -96,7 +96,7 @@ def sealing(
         yield put
         if left:
             raise ValueError(f"{list(left)} were not written; expected a call of put for each")
-        write_digest(file, header)
+        write_digest(file, header, hashlib.sha256(header), len(header))
 
 
 def little(array: Any) -> memoryview:
@@ -106,20 +106,19 @@ def little(array: Any) -> memoryview:
     return swapped.reshape(-1).view(np.uint8).data
 
 
-def write_digest(file: BinaryIO, header: bytes, hashed: Any = None, size: int = 0) -> None:
+def write_digest(file: BinaryIO, header: bytes, hashed: Any, size: int) -> None:
     """Write the digest of a file whose other bytes are all written.
 
     Args:
         file: The file.
         header: Its header, with zeros in place of the digest.
-        hashed: The `hashlib.sha256` of its first bytes; None computes that of the header.
+        hashed: The `hashlib.sha256` of its first bytes.
         size: Number of these bytes.
     """
-    digest = hashlib.sha256(header) if hashed is None else hashed
-    file.seek(len(header) if hashed is None else size)
-    _hash_rest(file, digest)
+    file.seek(size)
+    _hash_rest(file, hashed)
     file.seek(header.index(_UNKNOWN.encode()))
-    file.write(digest.hexdigest().encode())
+    file.write(hashed.hexdigest().encode())
 
 
 @shown_errors()

@@ -35,12 +35,7 @@ from fisherjax.files.uploads._description_checks import STATISTICS
 from fisherjax.files.uploads._layerwise import Cohort, layer_by_layer
 from fisherjax.files.uploads._packed import Opened, check_like, decoded_files, start_by_name
 from fisherjax.files.uploads._parts import split
-from fisherjax.files.uploads._reads import (
-    check_clients,
-    check_untrained,
-    common,
-    method_of,
-)
+from fisherjax.files.uploads._reads import check_clients, check_untrained, common, method_of
 from fisherjax.files.uploads._records import Merge, Record
 
 # The average of statistics, the same for all methods; made once, so that it compiles once.

@@ -202,12 +202,7 @@ class _Options(NamedTuple):
 
 
 def _sums(
-    options: _Options,
-    apply: Apply,
-    params: Params,
-    x: Array,
-    w: Array,
-    factor: _passes.Factor,
+    options: _Options, apply: Apply, params: Params, x: Array, w: Array, factor: _passes.Factor
 ) -> Kronecker:
     (fallback, sharing, model), traced = options, trace(apply, params, x)
     counts = locations.counted(traced, _padding.counted_positions(model, x))

@@ -29,12 +29,12 @@ from fisherjax.flower._replies import (
     reply,
 )
 from fisherjax.flower._secure import Secure
-from fisherjax.flower._state import digest, download_shapes, exchanged, parts_of
+from fisherjax.flower._state import digest, download_shapes, exchanged
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs
 from fisherjax.merging.run_exchanges import message_shapes, summarize_received
 from fisherjax.parallel import Layout
-from fisherjax.rounds._one_round import client_half, client_inputs
+from fisherjax.rounds._one_round import client_half, client_inputs, parts_of
 from fisherjax.typing import Key, Model, Params
 
 

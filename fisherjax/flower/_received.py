@@ -86,9 +86,7 @@ def sound(request: Request, replies: Iterable[Reply]) -> Iterator[Arrived]:
         yield arrived
 
 
-def checked_content(
-    message: Message | Exception | None,
-) -> tuple[dict[str, Any], bytes | None]:
+def checked_content(message: Message | Exception | None) -> tuple[dict[str, Any], bytes | None]:
     """Return the description and the file of a reply; raise ValueError if it has none."""
     if message is None:
         raise ValueError("it did not reply in time")

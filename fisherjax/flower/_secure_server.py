@@ -16,12 +16,7 @@ from fisherjax.flower._received import Arrived, Merged, Request
 from fisherjax.flower._secure import Plan, Secure
 from fisherjax.flower._secure_client import Boxes, Group, Roster
 from fisherjax.secure_aggregation import fixed_point, protocol
-from fisherjax.secure_aggregation._masks import (
-    mask_view,
-    plan_view,
-    roster_view,
-    survivors_view,
-)
+from fisherjax.secure_aggregation._masks import mask_view, plan_view, roster_view, survivors_view
 from fisherjax.secure_aggregation._message_checks import by_client, check_enough, different_keys
 from fisherjax.secure_aggregation.messages import (
     Accepted,

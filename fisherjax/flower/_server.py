@@ -19,7 +19,6 @@ from fisherjax._core.compiler import eval_shape
 from fisherjax._stacked import shapes_of_one
 from fisherjax._user_data import whole
 from fisherjax.algorithms.base import Algorithm, Update, as_sequence
-from fisherjax.clients import Federation
 from fisherjax.clients import federation as federation_of
 from fisherjax.flower._secure import Secure, check_sums, checked
 from fisherjax.flower._state import Report, ServerState, Setup, Terms, check_terms
@@ -114,18 +113,14 @@ def strategy(
         key = server_key(each, key)
     first = experiment.init(params, one)
     experiment.check(first, one, key)
-    expected = shapes_of_one(eval_shape(partial(_update, experiment), first, one))
+    round_of_one = partial(train_and_summarize, experiment, Layout(1))
+    result = eval_shape(round_of_one, first, one, jax.random.key(0))
+    expected = shapes_of_one(result.update)
     _check_runs(algorithm, expected)
     kept = algorithm.link.init(leaves.trained(model, params), num_clients)
     initial = ServerState(0, params, kept, np.full(num_clients, -1))
     setup = Setup(experiment, one, expected, num_clients, cohort, key, sequences, terms, secure)
     return Strategy(setup, initial if state is None else _checked_state(state, initial))
-
-
-def _update(experiment: rounds_.Federated, state: Any, example: Federation) -> Update:
-    return train_and_summarize(
-        experiment, Layout(1, None), state, example, jax.random.key(0)
-    ).update
 
 
 def _check_runs(algorithm: Algorithm, expected: Update) -> None:

@@ -16,6 +16,7 @@ from fisherjax.clients import Federation
 from fisherjax.flower._secure import Secure
 from fisherjax.leaves import Leaves
 from fisherjax.rounds import Federated
+from fisherjax.rounds._one_round import download
 from fisherjax.typing import AnyArray, Key, Params
 
 # The server's noise is drawn from keys that are folded with numbers of `clients`.
@@ -117,27 +118,12 @@ def check_terms(terms: Terms) -> None:
     checks.instance("limits", terms.limits, files.Limits, "files.Limits(arrays=50_000)")
 
 
-def parts_of(experiment: Federated, params: Params, federation: Federation) -> Leaves:
-    """Split params into trained leaves, statistics and frozen leaves."""
-    length = min(experiment.batch_size, federation.indices.shape[1])
-    return leaves.split(experiment.model, params, federation.inputs, length)
-
-
-def download(experiment: Federated, parts: Leaves, state: Any, place: int) -> dict[str, Any]:
-    """Return what the server sends to a client: the algorithm's message, and shared statistics."""
-    link = experiment.algorithm.link
-    message = link.broadcast(parts.trained, state, jnp.asarray(place) if link.personal else None)
-    kept = link.keeps(parts.statistics)
-    shared = tree.by_name(parts.statistics).items()
-    return {"message": message, "statistics": {n: x for n, x in shared if n not in kept}}
-
-
 def download_shapes(experiment: Federated, parts: Leaves, num_clients: int) -> dict[str, Any]:
     """Return the shapes and dtypes of what the server sends to a client."""
 
     def first(parts: Leaves) -> dict[str, Any]:
         state = experiment.algorithm.link.init(parts.trained, num_clients)
-        return download(experiment, parts, state, 0)
+        return download(experiment.algorithm, parts, state, 0)
 
     return eval_shape(first, parts)
 

@@ -26,13 +26,12 @@ from fisherjax.flower._state import (
     ServerState,
     Setup,
     digest,
-    download,
     exchanged,
     key_fields,
-    parts_of,
 )
 from fisherjax.merging.run_exchanges import message_shapes, start_message
 from fisherjax.rounds._cohorts import draw_cohort
+from fisherjax.rounds._one_round import download, parts_of
 from fisherjax.typing import Key, Params
 
 
@@ -213,7 +212,7 @@ class Strategy(FlowerStrategy):
         messages, file = [], None
         for node, place in self._asked.items():
             if file is None or algorithm.link.personal:
-                sent = download(setup.experiment, parts, state.algorithm, place)
+                sent = download(algorithm, parts, state.algorithm, place)
                 file = _wire.written(partial(files.save_arrays, tree=sent))
             own = about | {"accepted": int(state.accepted[place])}
             how = {"ttl": setup.terms.timeout}

@@ -97,7 +97,7 @@ def read(sent: Sent, expected: Update, limits: files.Limits) -> Update:
 def _check_same(found: Update, like: Update) -> None:
     """Check that an update has the leaves that are expected, and the same static description."""
     own, theirs = (
-        {name: f"{x.dtype.name}{list(x.shape)}" for name, x in tree.by_name(update).items()}
+        {name: files.ArrayKind.of(x) for name, x in tree.by_name(update).items()}
         for update in (found, like)
     )
     for name in sorted(own.keys() | theirs.keys()):

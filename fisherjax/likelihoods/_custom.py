@@ -11,6 +11,7 @@ import numpy as np
 from fisherjax import tree
 from fisherjax._core import checks
 from fisherjax._core.caching import cached
+from fisherjax._other_libraries import summary
 from fisherjax.likelihoods._distributions import columns_of, over_examples
 from fisherjax.typing import AnyArray, Array, ByPosition, Key, Likelihood
 
@@ -140,10 +141,9 @@ def _called(call: str, function: Any, *given: Any) -> Array:
         found = function(*given)
     # The user's function may raise an error of any type.
     except Exception as error:
-        first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{call} failed on arguments of {of} ({type(error).__name__}: {first_line}); expected "
-            "a function of one example or position, with its arguments in this order."
+            f"{call} failed on arguments of {of} ({summary(error)}); expected a function of one "
+            "example or position, with its arguments in this order."
         ) from error
     if not isinstance(found, (jax.Array, np.ndarray, np.generic, int, float)):
         raise ValueError(

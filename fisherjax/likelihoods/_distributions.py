@@ -84,7 +84,7 @@ def _check_categorical(shape: tuple[int, ...], y: AnyArray) -> None:
             f"The categorical likelihood takes integer class labels, but the targets have dtype "
             f"{y.dtype}. Convert them with targets.astype('int32')."
         )
-    _check_range("categorical", y, 0, shape[-1] - 1, f"class labels of {shape[-1]} outputs")
+    _check_range("categorical", y, shape[-1] - 1, f"class labels of {shape[-1]} outputs")
 
 
 def _check_gaussian(shape: tuple[int, ...], y: AnyArray) -> None:
@@ -98,7 +98,7 @@ def _check_gaussian(shape: tuple[int, ...], y: AnyArray) -> None:
 
 def _check_bernoulli(shape: tuple[int, ...], y: AnyArray) -> None:
     _check_shape("bernoulli", tuple(shape), y, "the shape of the outputs")
-    _check_range("bernoulli", y, 0, 1, "Bernoulli targets")
+    _check_range("bernoulli", y, 1, "Bernoulli targets")
 
 
 def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str) -> None:
@@ -111,7 +111,7 @@ def _check_shape(name: str, expected: tuple[int, ...], y: AnyArray, meaning: str
         )
 
 
-def _check_range(name: str, y: AnyArray, low: int, high: int, meaning: str) -> None:
+def _check_range(name: str, y: AnyArray, high: int, meaning: str) -> None:
     if checks.is_traced(y) or y.size == 0:
         return
     if checks.is_in_host_memory(y):
@@ -121,10 +121,10 @@ def _check_range(name: str, y: AnyArray, low: int, high: int, meaning: str) -> N
         # A traced function may close over targets with known values.
         with jax.ensure_compile_time_eval():
             smallest, largest = float(y.min()), float(y.max())
-    if not (low <= smallest and largest <= high):  # negated: NaN compares false
+    if not (smallest >= 0 and largest <= high):  # negated: NaN compares false
         ignored = smallest == output_checks.IGNORED and len(y.shape) > 1
         raise ValueError(
-            f"The {name} likelihood expected {meaning} between {low} and {high}, got values from "
+            f"The {name} likelihood expected {meaning} between 0 and {high}, got values from "
             f"{smallest:g} to {largest:g}. Relabel the targets or give the network more outputs."
             + " Labels of -100 have no loss if the Model has positions."
             * ignored

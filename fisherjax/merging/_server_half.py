@@ -23,12 +23,7 @@ from fisherjax._core import checks, secrecy
 from fisherjax._core.compiler import jit
 from fisherjax._finite_uploads import Diverged, finite_leaves, probable_cause, screen
 from fisherjax._upload_checks import check_any_left
-from fisherjax.algorithms.base import (
-    Algorithm,
-    Update,
-    as_sent,
-    keeps_shapes,
-)
+from fisherjax.algorithms.base import Algorithm, Update, as_sent, keeps_shapes
 from fisherjax.clients import shares
 from fisherjax.leaves import Leaves, join
 from fisherjax.merging._running_statistics import average_statistics, compiled

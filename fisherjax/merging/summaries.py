@@ -189,11 +189,7 @@ def _summarize(
 
     return parallel.spread_clients(
         one,
-        (
-            jnp.arange(federation.num_clients),
-            trained._replace(start=own_start, frozen=None),
-            local,
-        ),
+        (jnp.arange(federation.num_clients), trained._replace(start=own_start, frozen=None), local),
         common,
         federation,
         key,

@@ -12,12 +12,7 @@ from fisherjax._core.compiler import jit
 from fisherjax._device_division import Division, divide
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import Federation, minibatches, view, weights_of
-from fisherjax.metrics._targets import (
-    check_batch_size,
-    correct,
-    counted,
-    for_inference,
-)
+from fisherjax.metrics._targets import check_batch_size, correct, counted, for_inference
 from fisherjax.parallel import Layout, Spread, chunk_size, in_order, spread_clients
 from fisherjax.typing import Array, Model, Params
 

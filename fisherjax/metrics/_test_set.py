@@ -11,12 +11,7 @@ from fisherjax._core.batches import as_inputs, num_rows, take
 from fisherjax._core.compiler import jit
 from fisherjax._stacked import shapes_of_one
 from fisherjax.clients import weights_of
-from fisherjax.metrics._targets import (
-    check_batch_size,
-    correct,
-    counted,
-    for_inference,
-)
+from fisherjax.metrics._targets import check_batch_size, correct, counted, for_inference
 from fisherjax.typing import AnyArray, Array, Examples, Inputs, Model, Params
 
 

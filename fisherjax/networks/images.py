@@ -66,17 +66,12 @@ class ResidualMLP(flax.linen.Module):
     @flax.linen.compact
     def __call__(self, inputs: Array) -> Array:
         """Return the outputs [B, num_classes] of inputs [B, ...]."""
-
-        def dense(x: Array, width: int, name: str) -> Array:
-            return flax.linen.Dense(width, name=name, **layer_settings(x.shape[-1], self.use_bias))(
-                x
-            )
-
-        hidden = dense(inputs.reshape(len(inputs), -1), self.width, "stem")
+        layer = partial(dense, use_bias=self.use_bias)
+        hidden = layer(inputs.reshape(len(inputs), -1), self.width, "stem")
         for number in range(1, self.blocks + 1):
-            inner = flax.linen.relu(dense(hidden, self.width, f"in{number}"))
-            hidden = hidden + dense(inner, self.width, f"out{number}")
-        return dense(hidden, self.num_classes, "head")
+            inner = flax.linen.relu(layer(hidden, self.width, f"in{number}"))
+            hidden = hidden + layer(inner, self.width, f"out{number}")
+        return layer(hidden, self.num_classes, "head")
 
 
 class LeNet(flax.linen.Module):
@@ -175,8 +170,7 @@ class DropoutCNN(flax.linen.Module):
         for number, width in enumerate((128, self.num_classes), start=1):
             share = self.dropout * number / 2  # half of it first
             hidden = flax.linen.Dropout(share, deterministic=not train)(hidden)
-            settings = layer_settings(hidden.shape[-1], use_bias=True)
-            hidden = flax.linen.Dense(width, name=f"dense{number}", **settings)(hidden)
+            hidden = dense(hidden, width, f"dense{number}", use_bias=True)
             hidden = flax.linen.relu(hidden) if number == 1 else hidden
         return hidden
 
@@ -199,12 +193,17 @@ def convolve(
         padding=padding,
         conv_general_dilated=nn.conv_general_dilated,
         name=name,
-        **layer_settings(size * size * x.shape[-1], use_bias),
+        **_layer_settings(size * size * x.shape[-1], use_bias),
     )
     return convolution(x)
 
 
-def layer_settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
+def dense(x: Array, width: int, name: str, *, use_bias: bool) -> Array:
+    """Apply a new dense layer."""
+    return flax.linen.Dense(width, name=name, **_layer_settings(x.shape[-1], use_bias))(x)
+
+
+def _layer_settings(fan_in: int, use_bias: bool) -> dict[str, Any]:
     """Return the settings of a layer, drawn from U(-1/sqrt(fan_in), 1/sqrt(fan_in))."""
     draw = partial(jax.random.uniform, minval=-(fan_in**-0.5), maxval=fan_in**-0.5)
     dtype = jnp.result_type(float)
@@ -231,8 +230,7 @@ def _dense_layers(
     """Apply dense layers; their BatchNorms, if any, are numbered from `before` + 1."""
     hidden = hidden.reshape(hidden.shape[0], math.prod(hidden.shape[1:]))
     for number, width in enumerate(features, start=1):
-        settings = layer_settings(hidden.shape[-1], use_bias)
-        hidden = flax.linen.Dense(width, name=f"dense{number}", **settings)(hidden)
+        hidden = dense(hidden, width, f"dense{number}", use_bias=use_bias)
         if number < len(features):
             hidden = hidden if norm is None else norm(name=f"norm{before + number}")(hidden)
             hidden = flax.linen.relu(hidden)

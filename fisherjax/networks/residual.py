@@ -5,7 +5,7 @@ from functools import partial
 import flax.linen
 import jax.numpy as jnp
 
-from fisherjax.networks.images import convolve, layer_settings
+from fisherjax.networks.images import convolve, dense
 from fisherjax.typing import Array
 
 
@@ -61,9 +61,7 @@ class ResNet18(flax.linen.Module):
                 if hidden.shape != inner.shape:
                     hidden = _conv(hidden, channels, 1, stride, self.groups, name("shortcut"))
                 hidden = flax.linen.relu(hidden + inner)
-        pooled = hidden.mean((1, 2))
-        settings = layer_settings(pooled.shape[-1], use_bias=True)
-        return flax.linen.Dense(self.num_classes, name="head", **settings)(pooled)
+        return dense(hidden.mean((1, 2)), self.num_classes, "head", use_bias=True)
 
 
 def _conv(x: Array, channels: int, size: int, stride: int, groups: int, name: str) -> Array:

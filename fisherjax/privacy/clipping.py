@@ -39,11 +39,7 @@ class Clipped:
 
 
 def norms(
-    algorithm: Algorithm,
-    updates: Update,
-    params: Params,
-    *,
-    groups: Sequence[str] = (ALL,),
+    algorithm: Algorithm, updates: Update, params: Params, *, groups: Sequence[str] = (ALL,)
 ) -> dict[str, Array]:
     """Compute the L2 norm of each client's contribution to each group of the sums.
 

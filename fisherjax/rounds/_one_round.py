@@ -174,8 +174,7 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
         chosen = chosen._replace(sizes=jnp.where(chances[cohort] > 0, chosen.sizes, 0))
     # [M, ...] to [K, ...].
     before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
-    length = min(experiment.batch_size, federation.indices.shape[1])
-    parts = leaves.split(experiment.model, state.params, federation.inputs, length)
+    parts = parts_of(experiment, state.params, federation)
     message = broadcast(experiment.algorithm, state, parts.trained, cohort)
     given = client_inputs(experiment.algorithm, *message, parts, before)
     return key, cohort, chosen, before, given
@@ -223,6 +222,21 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
     loss = jnp.where(half.weights.sum() > 0, (half.weights * losses).sum(), jnp.nan)
     done = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
     return after, done
+
+
+def parts_of(experiment: Experiment, params: Params, federation: Federation) -> Leaves:
+    """Split params into trained leaves, statistics and frozen leaves."""
+    length = min(experiment.batch_size, federation.indices.shape[1])
+    return leaves.split(experiment.model, params, federation.inputs, length)
+
+
+def download(algorithm: Algorithm, parts: Leaves, state: Any, place: int) -> dict[str, Any]:
+    """Return what the server sends to a client: the algorithm's message, and shared statistics."""
+    link = algorithm.link
+    message = link.broadcast(parts.trained, state, jnp.asarray(place) if link.personal else None)
+    kept = link.keeps(parts.statistics)
+    shared = tree.by_name(parts.statistics).items()
+    return {"message": message, "statistics": {n: x for n, x in shared if n not in kept}}
 
 
 def broadcast(

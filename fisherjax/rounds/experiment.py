@@ -29,7 +29,9 @@ from fisherjax.rounds._one_round import (
     State,
     broadcast,
     client_inputs,
+    download,
     finish_round,
+    parts_of,
     train_and_summarize,
     whole_round,
 )
@@ -152,21 +154,14 @@ class Federated(Experiment[Report]):
         output_checks.outputs(self.model, params, federation.inputs, federation.targets)
         state = eval_shape(partial(self.init, clients=federation), params)
 
-        def download(state: State) -> Any:
-            length = min(self.batch_size, federation.indices.shape[1])
-            parts = leaves.split(self.model, state.params, federation.inputs, length)
-            kept = self.algorithm.link.keeps(parts.statistics)
-            shared = tree.by_name(parts.statistics).items()
-            statistics = [x for name, x in shared if name not in kept]
-            return broadcast(self.algorithm, state, parts.trained, jnp.arange(1))[0], statistics
+        def received(state: State) -> dict[str, Any]:
+            parts = parts_of(self, state.params, federation)
+            return download(self.algorithm, parts, state.algorithm, 0)
 
-        def upload(state: State, federation: Federation) -> Any:
-            # The size depends neither on the number of epochs nor on that of clients.
-            one = self._replace(cohort=1, epochs=1)
-            return train_and_summarize(one, Layout(1), state, federation, jax.random.key(0)).update
-
-        sent = eval_shape(download, state), eval_shape(upload, state, federation)
-        return Traffic(*map(compression.size, sent))
+        # The size depends neither on the number of epochs nor on that of clients.
+        round_of_one = partial(train_and_summarize, self._replace(cohort=1, epochs=1), Layout(1))
+        sent = eval_shape(round_of_one, state, federation, jax.random.key(0)).update
+        return Traffic(compression.size(eval_shape(received, state)), compression.size(sent))
 
 
 def federated(

@@ -134,11 +134,7 @@ def refuse_memory(experiment: Federated, params: Params, num_clients: int) -> No
 
 
 def _check_targets(
-    model: Model,
-    outputs: tuple[int, ...],
-    source: ByClient,
-    places: np.ndarray,
-    cohort: Federation,
+    model: Model, outputs: tuple[int, ...], source: ByClient, places: np.ndarray, cohort: Federation
 ) -> None:
     """Check that the targets of each client fit outputs of this shape for one example."""
     targets, rows, sizes = map(np.asarray, (cohort.targets, cohort.indices, cohort.sizes))

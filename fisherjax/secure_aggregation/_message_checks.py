@@ -1,6 +1,5 @@
 """Check the messages of clients and the server: sender, form, tag, view and number."""
 
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -37,8 +36,7 @@ def check_place(agreed: Setting, place: Any, what: str) -> int:
     The share of place u is a polynomial at u + 1, so that the share of place -1 would be the
     secret itself. `what` begins the error.
     """
-    is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
-    if not is_integer or not 0 <= int(place) < agreed.num_clients:
+    if not checks.is_integer(place) or not 0 <= int(place) < agreed.num_clients:
         last = agreed.num_clients - 1
         raise ValueError(f"{what} {place!r}; expected an integer of 0 to {last}, a client's place.")
     return int(place)

@@ -6,7 +6,6 @@ derivation, so that keys of different uses, rounds or directions are independent
 """
 
 import hashlib
-import numbers
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -177,8 +176,7 @@ def _plain(value: Any) -> Any:
         return sorted([(_plain(key), _plain(x)) for key, x in value.items()], key=repr)
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return int(value) if is_integer else value
+    return int(value) if checks.is_integer(value) else value
 
 
 def _box(key: bytes) -> Any:

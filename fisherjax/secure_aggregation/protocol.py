@@ -227,10 +227,7 @@ def confirm(agreed: Setting, own: Client, stayed: Iterable[int]) -> tuple[Client
 
 
 def unmask(
-    agreed: Setting,
-    own: Client,
-    stayed: Iterable[int],
-    confirmations: Iterable[Confirmed] = (),
+    agreed: Setting, own: Client, stayed: Iterable[int], confirmations: Iterable[Confirmed] = ()
 ) -> tuple[Client, Shares]:
     """Return a client's shares of the seeds of clients that stayed and the keys of all others.
 

@@ -5,7 +5,6 @@ in time: this does not protect against an attacker that can time a client's comp
 """
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -126,9 +125,7 @@ def _checked(places: Iterable[int]) -> list[int]:
     """Return places as Python's integers; raise for place -1, whose share is the secret."""
     places = list(places)
     for place in places:
-        # A boolean is an integer in Python, but never a place.
-        is_integer = isinstance(place, numbers.Integral) and not isinstance(place, bool)
-        if not is_integer or not 0 <= place < PRIME - 1:
+        if not checks.is_integer(place) or not 0 <= place < PRIME - 1:
             raise ValueError(
                 f"A place is {place!r}; expected an integer, zero or more: the share of place -1 "
                 "would be the secret itself."

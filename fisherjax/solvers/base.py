@@ -69,6 +69,7 @@ class Solution(NamedTuple):
 
 
 Solver = Callable[[Quadratic], Solution]
+"""A function `solve(problem) -> Solution`, made by a factory."""
 
 
 def by_leaf(solver: Solver) -> Solver:
@@ -84,9 +85,6 @@ def by_leaf(solver: Solver) -> Solver:
     """
     solver.is_by_leaf = True  # type: ignore[attr-defined]
     return solver
-
-
-"""A function `solve(problem) -> Solution`, made by a factory."""
 
 
 def as_partial(function: Callable) -> Partial:

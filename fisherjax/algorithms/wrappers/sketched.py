@@ -14,17 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import solvers, tree
+from fisherjax import tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.caching import cached
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
-from fisherjax.algorithms._fisher_updates import (
-    fisher_summary,
-    link_of,
-    plain_sum,
-    solve_sums,
-)
+from fisherjax.algorithms._fisher_updates import fisher_summary, link_of, plain_sum, solve_sums
 from fisherjax.algorithms.base import FISHER_EXAMPLES, Algorithm, weighted_sum
 from fisherjax.fisher import Kronecker, KroneckerSum, automatic, kfac
 from fisherjax.fisher.kinds import Kind
@@ -143,15 +138,12 @@ def fedfisher_sketched(
     checks.instance("seed", seed, int, "an integer")
     checks.number("damping", damping)
     link = link_of(centre)
-    solve = solvers.conjugate_gradients() if solver is None else solver
-    checks.function("solver", solve, "solvers.conjugate_gradients()")
+    merge_sums = solve_sums(solver, damping, centre)
 
     def reduce(updates: dict[str, Any], weights: Array) -> Sketches:
         checks.instance("the Fisher information", updates["fisher"], Kronecker, "that of kfac")
         plain = centre == "sum"
         return _sketched(terms, seed, plain, updates["fisher"], updates["params"], weights)
-
-    merge_sums = solve_sums(solve, damping, centre)
 
     def aggregate(key: Key, sums: Sketches, params: Params, state: Any, cohort: Array) -> tuple:
         return merge_sums(key, _recovered(seed, sums), params, state, cohort)

@@ -1,17 +1,15 @@
 """Compare the arrays of checkpoints: which are merged, which are copied, and which differ."""
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fisherjax import tree
 from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._places import _some
 from fisherjax.files._shards import SHARD, Checkpoint, Stored, pieces_of
-from fisherjax.files.arrays import load_arrays
 from fisherjax.files.checkpoints._fishers import Fisher
+from fisherjax.files.uploads._packed import start_by_name
 
 UNEQUAL = "raise", "start", "first", "skip"
 """What becomes of leaves whose shapes differ, or that some checkpoints lack."""
@@ -114,13 +112,7 @@ def _fault(name: str, each: list[tuple[Stored | None, str]]) -> str:
 
 def in_memory(start: Any, limits: Limits) -> Checkpoint:
     """Return a pytree of arrays, or a file of them that is no .safetensors, as a checkpoint."""
-    if isinstance(start, (str, bytes, os.PathLike)):
-        found = load_arrays(os.fsdecode(start), limits=limits)
-    else:
-        found = tree.by_name(tree.as_arrays(start))
-    arrays = {
-        name: Stored(ArrayKind.of(x), array=x)
-        for name, x in ((name, np.asarray(x)) for name, x in found.items())
-    }
+    found = start_by_name(start, limits) or {}
+    arrays = {name: Stored(ArrayKind.of(x), array=x) for name, x in found.items()}
     name = f"model{SHARD}"
     return Checkpoint(Path(), arrays, {name: tuple(arrays)}, {name: {}}, "", (), 0, {})

@@ -22,7 +22,7 @@ from fisherjax.files._paths import checked_path
 from fisherjax.files._places import _some
 from fisherjax.files._shards import Checkpoint, Stored, of_file
 from fisherjax.files._shown import shown_errors
-from fisherjax.files.uploads._description_checks import check_values
+from fisherjax.files.uploads._description_checks import check_values, shapes_of
 from fisherjax.files.uploads._size_checks import check_sizes, is_shape
 from fisherjax.files.uploads.values import check_single, decode, encode, flat
 from fisherjax.fisher import Diagonal, Kronecker, Operator
@@ -53,12 +53,7 @@ class Fisher(NamedTuple):
 
 @shown_errors()
 def save_fisher(
-    path: str | os.PathLike,
-    fisher: Any,
-    *,
-    params: Any,
-    source: str = "",
-    limits: Limits = LIMITS,
+    path: str | os.PathLike, fisher: Any, *, params: Any, source: str = "", limits: Limits = LIMITS
 ) -> None:
     """Write the Fisher information of a checkpoint to a file, which any merge can use.
 
@@ -169,13 +164,8 @@ def _check(file: base.Sealed, limits: Limits) -> dict[str, Any]:
     for name, kind in file.arrays.items():
         if not jnp.issubdtype(jnp.dtype(kind.dtype), jnp.floating):
             raise ValueError(f"{str(file.path)!r}: {name} is {kind}; expected floats")
-    # Shapes stand in for the arrays, of which nothing is read.
-    shapes: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
-        for name, kind in file.arrays.items()
-    }
     params = {x: jax.ShapeDtypeStruct(tuple(y), jnp.float32) for x, y in leaves.items()}
-    decoded = decode(file.path, about["values"], shapes.__getitem__)
+    decoded = decode(file.path, about["values"], shapes_of(file).__getitem__)
     total = sum(4 * math.prod(x.shape) for x in params.values())
     check_sizes(file.path, None, {"params": params} | decoded, file.nbytes + total, limits)
     return values

@@ -31,7 +31,7 @@ from fisherjax.files.checkpoints._fishers import check_fishers, hash_of, open_fi
 from fisherjax.files.checkpoints._leaf_writers import Task, kind_of, write_layers, write_pieces
 from fisherjax.files.checkpoints._pieces import Plan, check_finite, find_nonfinite
 from fisherjax.files.checkpoints._plain import check_names, checkpoint_method, plain_record
-from fisherjax.files.checkpoints._unfinished import Shard, shard, unfinished
+from fisherjax.files.checkpoints._unfinished import Shard, unfinished
 from fisherjax.files.uploads import update as uploads
 from fisherjax.files.uploads._reads import check_clients
 from fisherjax.files.uploads._records import Merge
@@ -228,14 +228,14 @@ def _shards(
     folder = next((x for x in (like, sources.models[0]) if x.is_folder), None)
     if out.suffix == SHARD or folder is None:
         [metadata] = list(like.metadata.values())[:1]
-        return {out.name: shard(out, kinds, *how, metadata)}, None
+        return {out.name: Shard(kinds, *base.header_of(out, kinds, *how, metadata))}, None
     owners = {name: place for place, names in folder.shards.items() for name in names}
     first = next(iter(folder.shards))
     names: dict[str, dict[str, ArrayKind]] = {}
     for name, kind in kinds.items():
         names.setdefault(owners.get(name, first), {})[name] = kind
     return {
-        place: shard(out / place, own, *how, folder.metadata[place])
+        place: Shard(own, *base.header_of(out / place, own, *how, folder.metadata[place]))
         for place, own in sorted(names.items())
     }, folder
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from fisherjax.files import base
-from fisherjax.files._limits import ArrayKind, Limits
+from fisherjax.files._limits import ArrayKind
 from fisherjax.files._paths import locked
 
 # Hidden, as hidden files are not copied from a checkpoint's folder, so that none has this name.
@@ -61,17 +61,6 @@ class Output(NamedTuple):
     done: set[str]
     notes: dict[str, Any]
     folder: Path
-
-
-def shard(
-    path: Path,
-    kinds: dict[str, ArrayKind],
-    about: Mapping[str, Any],
-    limits: Limits,
-    metadata: Mapping[str, str],
-) -> Shard:
-    """Plan a file, whose header may not exceed the limits."""
-    return Shard(kinds, *base.header_of(path, kinds, about, limits, metadata))
 
 
 @contextlib.contextmanager

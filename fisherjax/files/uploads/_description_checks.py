@@ -37,11 +37,7 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
             names the file, and the client and the leaf where those are known.
     """
     check_described(file, limits)
-    # Shapes stand in for the arrays, so that nothing else of the file is read or allocated yet.
-    leaves: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype))
-        for name, kind in file.arrays.items()
-    }
+    leaves = shapes_of(file)
     # How many bits a stream needs is told by the widths of its columns, which are short.
     widths = [x for x, kind in file.arrays.items() if (x[-7:], kind.dtype) == ("/widths", "uint8")]
     leaves |= dict(zip(widths, read(file.path, widths), strict=True))
@@ -50,6 +46,12 @@ def check(file: Sealed, limits: Limits) -> dict[str, ArrayKind]:
     _check_untrained(file, sizes)
     statistics = (f"{STATISTICS}/{name}" for name in file.about.get(STATISTICS, ()))
     return sizes | {name: file.arrays[name] for name in statistics}
+
+
+def shapes_of(file: Sealed) -> dict[str, Any]:
+    """Return shapes that stand in for the arrays of a file, of which nothing is read."""
+    kinds = file.arrays.items()
+    return {name: jax.ShapeDtypeStruct(kind.shape, jnp.dtype(kind.dtype)) for name, kind in kinds}
 
 
 def check_described(file: Sealed, limits: Limits) -> None:

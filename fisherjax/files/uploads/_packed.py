@@ -14,7 +14,7 @@ from fisherjax import compression, tree
 from fisherjax._core.compiler import jit
 from fisherjax._finite_uploads import diverged, screen
 from fisherjax.compression import Difference
-from fisherjax.files._limits import LIMITS, ArrayKind, Limits
+from fisherjax.files._limits import ArrayKind, Limits
 from fisherjax.files._paths import scratch
 from fisherjax.files.arrays import load_arrays
 from fisherjax.files.uploads import update as uploads
@@ -26,7 +26,7 @@ Opened = Sequence[tuple[Record, dict[str, Any], dict[str, ArrayKind]]]
 
 @contextlib.contextmanager
 def decoded_files(
-    found: Opened, start: dict[str, np.ndarray] | None, folder: Path, limits: Limits = LIMITS
+    found: Opened, start: dict[str, np.ndarray] | None, folder: Path, limits: Limits
 ) -> Iterator[list[Path]]:
     """Decode compressed uploads to temporary files, client by client; yield paths of all uploads.
 
@@ -54,7 +54,7 @@ def decoded_files(
             raise ValueError(text) from error
 
 
-def start_by_name(start: Any, limits: Limits = LIMITS) -> dict[str, np.ndarray] | None:
+def start_by_name(start: Any, limits: Limits) -> dict[str, np.ndarray] | None:
     """Return the model that clients started from by leaf name, from a pytree or its file."""
     if start is None:
         return None
