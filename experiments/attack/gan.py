@@ -56,7 +56,7 @@ class _Generator(flax.linen.Module):
         x = normed(x).reshape(-1, 4, 4, first)
         for channels in rest:
             x = normed(_Up(channels)(x))
-        return _cropped(flax.linen.sigmoid(_Up(1)(x)))
+        return flax.linen.sigmoid(_Up(1)(x))[:, 2:-2, 2:-2]
 
 
 class _Critic(flax.linen.Module):
@@ -74,10 +74,6 @@ class _Critic(flax.linen.Module):
             x = flax.linen.InstanceNorm()(x) if place else x
             x = flax.linen.leaky_relu(x, 0.2)
         return flax.linen.Dense(1)(x.reshape(len(x), -1))[:, 0]
-
-
-def _cropped(images: Array) -> Array:
-    return images[:, 2:-2, 2:-2]
 
 
 class _State(NamedTuple):

@@ -1,5 +1,6 @@
 """Invert a model: find images that it classifies as a given class and that look real."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -34,15 +35,8 @@ class Seen(NamedTuple):
     epsilon: float = float("inf")
 
 
-class Pixels(NamedTuple):
-    """The normalisation of images in [0, 1] that networks are trained on."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, images: Array) -> Array:
-        """Return images [..., C] less the mean, divided by the standard deviation."""
-        return (images - jnp.array(self.mean)) / jnp.array(self.std)
+Pixels = Callable[[Array], Array]
+"""The normalisation of images in [0, 1] that networks are trained on."""
 
 
 def inverted(

@@ -158,8 +158,7 @@ def measured(
         console.print(f"DP-SGD's noise is drawn from {NOISE[asked.seeded_noise]}.")
     train, test = choices.load(asked.data.dataset, asked.data.data_dir)
     task, scene, latest = tasks.shared(whole, train, test), None, None
-    # Pixels are normalised as `tasks` normalises stored images.
-    pixels = Pixels(train.mean, train.std) if asked.data.normalize else Pixels((0.0,), (1.0,))
+    pixels = tasks.standardizer(train) if asked.data.normalize else lambda images: images
     for seed, view in studies.each(console, missing, lambda unit: f"seed {unit[0]}: {unit[1]}"):
         if seed != latest:
             scene, latest = _scene(asked, task, train, seed, pixels), seed

@@ -150,9 +150,8 @@ def _merged(
 
 
 def _skewed(asked: Config, problem: _Problem) -> list[np.ndarray]:
-    return fj.partition.dirichlet_of_client(
-        problem.train.targets, CLIENTS, alpha=ALPHA, seed=asked.seed
-    )
+    targets = problem.train.targets
+    return fj.partition.dirichlet_of_client(targets, CLIENTS, alpha=ALPHA, seed=asked.seed)
 
 
 def otfusion(asked: Config) -> list[Fused]:
@@ -192,7 +191,7 @@ def dense(asked: Config) -> Drawn:
     parts = _skewed(asked, problem)
     models = _trained(problem, problem.model, [asked.seed] * CLIENTS, parts, asked.epochs)
     federation = fj.clients.federation(problem.train, parts)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *models)
+    stacked = fj.tree.stack(models)
 
     def after(_: int, work: fj.algorithms.distillation.synthesis.Distilling) -> None:
         accuracies.append(float(fj.metrics.accuracy(problem.model, work.student, problem.test)))
@@ -206,21 +205,18 @@ def dense(asked: Config) -> Drawn:
     by_epoch = np.asarray(info.images).reshape(asked.dense_epochs, -1, *SHAPE) / 255.0
 
     def surest(images: Array) -> Shown:
-        z = fj.metrics.logits(
-            problem.model, stacked, jnp.asarray(images, jnp.float32), stacked=True
-        )
+        pixels = jnp.asarray(images, jnp.float32)
+        z = fj.metrics.logits(problem.model, stacked, pixels, stacked=True)
         p = np.asarray(jax.nn.softmax(jnp.tensordot(federation.weights, z, 1)))
         return Shown(images[p.argmax(0), ..., 0], p.max(0))
 
     shown = sorted({1, (asked.dense_epochs + 1) // 2, asked.dense_epochs})
-    real = problem.train.inputs[:200] / problem.train.scale
+    ensemble = stacked, federation.weights, problem.test
     return Drawn(
         images={number: surest(by_epoch[number - 1]) for number in shown},
-        real=surest(real),
+        real=surest(problem.train.inputs[:200] / problem.train.scale),
         accuracies=[start["fedavg"], *accuracies],
-        teacher=float(
-            fj.metrics.ensemble_accuracy(problem.model, stacked, federation.weights, problem.test)
-        ),
+        teacher=float(fj.metrics.ensemble_accuracy(problem.model, *ensemble)),
     )
 
 
@@ -236,8 +232,7 @@ def fedov(asked: Config) -> Voted:
     method, vote = fj.algorithms.fedov(problem.model), fj.algorithms.voting(problem.model)
     sent = fj.merging.summarize(method, models, federation, key=jax.random.key(0))
     stacked, _, _ = fj.merging.merge(method, models[0], sent, federation.weights)
-    usual = _trained(plain, plain.model, seeds, parts, asked.open_epochs)
-    usual = jax.tree.map(lambda *leaves: jnp.stack(leaves), *usual)
+    usual = fj.tree.stack(_trained(plain, plain.model, seeds, parts, asked.open_epochs))
     weights, test = federation.weights, problem.test
     accuracies = {
         "vote": float(fj.metrics.accuracy(vote, stacked, test)),

@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -118,14 +117,10 @@ def _in_own_process(asked: Config, part: str, limit: float) -> str:
 
 def _measure(asked: Config, part: str) -> None:
     """Measure one part in this process, and write each number when it is known."""
-    for what, value, unit in _numbers(asked, part):
+    for what, value, unit in _MEASURE[part](asked.small, LIMITS[part]):
         _add(asked.out, part, what, value, unit)
-
-
-def _numbers(asked: Config, part: str) -> Iterator[tuple[str, Any, str]]:
-    yield from _MEASURE[part](asked.small, LIMITS[part])
     # Asking for the device starts JAX here, which processes of the part must not find occupied.
-    yield "environment", report.environment(), ""
+    _add(asked.out, part, "environment", report.environment(), "")
 
 
 def _add(out: Path, part: str, what: str, value: Any, unit: str) -> None:

@@ -23,7 +23,7 @@ Numbers = Iterator[tuple[str, Any, str]]
 
 def tensor_float_32(small: bool, _: float) -> Numbers:
     """Compare summaries, merges and exchanges in the default precision with the highest."""
-    work, federation, trained = _trained("lenet", 240 if small else 20_000)
+    work, federation, trained = _trained(small)
     algorithm = fj.algorithms.fedfisher(work.model)
     step, key = fj.algorithms.natural_gradient(work.model), jax.random.key(2)
     precisions = {"default": None, "highest": "highest"}
@@ -85,7 +85,7 @@ def transformer(small: bool, _: float) -> Numbers:
 def many_clients(small: bool, _: float) -> Numbers:
     """Time the training of clients of equal size, all at once, beside `torch.func.vmap`."""
     total = 120 if small else 60_000
-    work = _workload("lenet", total)
+    work = _lenet(total)
     asked = Config("train", Path(), epochs=1, batch_size=10 if small else 60)
     notes: list[str] = []
     for number in (2, 4) if small else (20, 100, 1_000):
@@ -105,7 +105,7 @@ def many_clients(small: bool, _: float) -> Numbers:
 def bfloat16(small: bool, _: float) -> Numbers:
     """Train in float32 and in bfloat16, and merge both by the same float32 curvature."""
     for name, change in {"float32": lambda x: x, "bfloat16": workloads.in_bfloat16}.items():
-        work, federation, trained = _trained("lenet", 240 if small else 20_000, change)
+        work, federation, trained = _trained(small, change)
         for method in ("fedavg", "fedfisher_kfac"):
             algorithm = fj.algorithms.make(method, work.model)
             updates = fj.merging.summarize(algorithm, trained, federation, key=jax.random.key(2))
@@ -115,7 +115,7 @@ def bfloat16(small: bool, _: float) -> Numbers:
 
 def spread(small: bool, _: float) -> Numbers:
     """Repeat training and both Fisher passes three times after the call that compiles."""
-    work, federation, trained = _trained("lenet", 240 if small else 20_000)
+    work, federation, trained = _trained(small)
     asked = Config("train", Path(), epochs=1, batch_size=64)
     phases: dict[str, Callable[[], Any]] = {
         "training": lambda: workloads.train(work, asked, federation)
@@ -135,15 +135,15 @@ PARTS = {
 }
 
 
-def _workload(name: str, number: int) -> Workload:
-    return workloads.workload(Config("train", Path()), name, number)
+def _lenet(number: int) -> Workload:
+    return workloads.workload(Config("train", Path()), "lenet", number)
 
 
 def _trained(
-    name: str, number: int, change: Callable[[fj.Model], fj.Model] = lambda model: model
+    small: bool, change: Callable[[fj.Model], fj.Model] = lambda model: model
 ) -> tuple[Workload, fj.clients.Federation, fj.training.Trained]:
     """Train five clients for one epoch, with a changed model."""
-    work = _workload(name, number)
+    work = _lenet(240 if small else 20_000)
     federation = workloads.federate(work, 5)
     changed = work._replace(model=change(work.model))
     asked = Config("train", Path(), epochs=1, batch_size=64)

@@ -99,18 +99,8 @@ def tests(small: bool, limit: float) -> Numbers:
     chosen = ("tests/test_tree.py",) if small else _TESTS
     with tempfile.TemporaryDirectory() as folder:
         said = Path(folder, "said")
-        options = [
-            "-q",
-            "-n",
-            "8",
-            "--dist",
-            "loadfile",
-            "-p",
-            "no:benchmark",
-            "-p",
-            "no:cacheprovider",
-            *chosen,
-        ]
+        options = ["-q", "-n", "8", "--dist", "loadfile"]
+        options += ["-p", "no:benchmark", "-p", "no:cacheprovider", *chosen]
         with open(said, "w") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *options],

@@ -8,8 +8,6 @@ loop: what is measured is the compiler.
 import itertools
 import math
 import re
-import runpy
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache, partial
@@ -23,7 +21,7 @@ import optax
 
 import fisherjax as fj
 from experiments.benchmark.compile_networks import Blocks, FlaxCNN, ResNet18
-from experiments.benchmark.programs import ROOT
+from experiments.benchmark.programs import ROOT, run_module
 
 _BATCH = 8
 _DIGITS = ("--dataset", "digits", "--model", "mlp")
@@ -83,11 +81,7 @@ _LABELS = {
     "resnet18": "ResNet-18 of a quarter of its width",
     "transformer": "a transformer of 12 layers, 21.4 million parameters",
 }
-_METHODS = {
-    "diagonal": "fedfisher_diag",
-    "kfac": "fedfisher_kfac",
-    "layers": "fedfisher_sequential",
-}
+_METHODS = dict(diagonal="fedfisher_diag", kfac="fedfisher_kfac", layers="fedfisher_sequential")
 
 
 def normalize(images: Any) -> Any:
@@ -102,19 +96,18 @@ def clients_of(subject: Subject) -> tuple[fj.Model, Any, fj.clients.Federation]:
     random, number = np.random.default_rng(1), subject.clients * each
     images = random.integers(0, 256, (number, *subject.shape), np.uint8)
     labels = random.integers(0, 10, number, np.int32)
-    shape = jax.ShapeDtypeStruct((1, *subject.shape), jnp.float32)
-    init = partial(fj.networks.init, subject.network, inputs=shape)
-    params = _filled(jax.eval_shape(init, jax.random.key(0)))
-    model = fj.networks.model(
-        subject.network, params, fj.likelihoods.categorical, normalize=normalize
-    )
+    params, likelihood = _params(subject), fj.likelihoods.categorical
+    model = fj.networks.model(subject.network, params, likelihood, normalize=normalize)
     rows = np.arange(len(labels)).reshape(subject.clients, each)
     return model, params, fj.clients.federation((images, labels), list(rows))
 
 
-def _filled(shapes: Any) -> Any:
+def _params(subject: Subject) -> Any:
     """Draw params with NumPy, so that only the library's own programs count."""
     random = np.random.default_rng(0)
+    images = jax.ShapeDtypeStruct((1, *subject.shape), jnp.float32)
+    init = partial(fj.networks.init, subject.network, inputs=images)
+    shapes = jax.eval_shape(init, jax.random.key(0))
 
     def fill(path: Any, leaf: Any) -> np.ndarray:
         if leaf.ndim > 1:
@@ -167,8 +160,7 @@ def _merge(name: str, method: str, seed: int) -> None:
 def _pass(name: str, fisher: Callable[..., Any], seed: int) -> None:
     network, shape, _ = SUBJECTS[name]
     images = np.random.default_rng(seed).normal(size=(2 * _BATCH, *shape)).astype(np.float32)
-    init = partial(fj.networks.init, network, inputs=jax.ShapeDtypeStruct((1, *shape), np.float32))
-    params = _filled(jax.eval_shape(init, jax.random.key(0)))
+    params = _params(SUBJECTS[name])
     model = fj.networks.model(network, params, fj.likelihoods.categorical)
     how = {"kind": fj.fisher.true, "batch_size": _BATCH}
     jax.block_until_ready(fisher(model, params, fj.Examples(images), **how))
@@ -205,15 +197,10 @@ def _sgd() -> optax.GradientTransformation:
     return optax.sgd(0.01, momentum=0.9)
 
 
-def _command(module: str, options: tuple[str, ...], seed: int) -> None:
-    """Run a command as `python -m` does, into a folder that goes away."""
+def _one_shot(options: tuple[str, ...], seed: int) -> None:
+    """Run `experiments.one_shot` into a folder that goes away."""
     with tempfile.TemporaryDirectory() as out:
-        sys.argv = [module, *options, "--seeds", str(seed), "--out", out]
-        try:
-            runpy.run_module(module, run_name="__main__")
-        except SystemExit as stopped:
-            if stopped.code:
-                raise
+        run_module("experiments.one_shot", [*options, "--seeds", str(seed), "--out", out])
 
 
 def _readme(_: int) -> None:
@@ -250,16 +237,10 @@ def _blocks() -> dict[str, Task]:
 
 # In the order of a run: what most users wait for first.
 TASKS = {
-    "digits": Task(
-        f"one_shot {' '.join(_DIGITS)}", partial(_command, "experiments.one_shot", _DIGITS)
-    ),
-    "mnist": Task(
-        f"one_shot {' '.join(_MNIST)}", partial(_command, "experiments.one_shot", _MNIST)
-    ),
+    "digits": Task(f"one_shot {' '.join(_DIGITS)}", partial(_one_shot, _DIGITS)),
+    "mnist": Task(f"one_shot {' '.join(_MNIST)}", partial(_one_shot, _MNIST)),
     "readme": Task("the examples of the README", _readme),
-    "demo": Task(
-        "the run of `make demo`", partial(_command, "experiments.one_shot", (*_DIGITS, *_DEMO))
-    ),
+    "demo": Task("the run of `make demo`", partial(_one_shot, (*_DIGITS, *_DEMO))),
     "lenet_training": Task("training of 5 LeNets", partial(_train, "lenet")),
     "lenet_exchange": Task("two exchanges of LeNet", partial(_exchange, "lenet")),
     "lenet_round": Task("two rounds of FedFish, LeNet", partial(_round, "lenet")),

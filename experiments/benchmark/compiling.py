@@ -69,13 +69,9 @@ def summary(rows: Sequence[Row]) -> tables.Table:
         seconds += [warm["waiting_seconds"], warm["other_seconds"], again["median"]]
         whole = [cold["programs"], *sizes, warm["cache_misses"], again["programs"]]
         lines.append([task, *(f"{x:,.0f}" for x in whole), *(f"{x:.1f}" for x in seconds)])
-    headings = ["task", "programs", "operations", "instructions", "fusions", "products"]
-    headings += [
-        "missed when warm",
-        "programs of a second seed",
-        "tracing, s",
-        "lowering, s",
-        "compiling, s",
-    ]
-    headings += ["other, s", "warm: compiler, s", "warm: other, s", "second seed, s"]
+    headings = (
+        *("task", "programs", "operations", "instructions", "fusions", "products"),
+        *("missed when warm", "programs of a second seed", "tracing, s", "lowering, s"),
+        *("compiling, s", "other, s", "warm: compiler, s", "warm: other, s", "second seed, s"),
+    )
     return tables.Table("", headings, lines)

@@ -23,18 +23,8 @@ class Config:
     """One run of one suite; an option that is None takes the suite's default."""
 
     suite: Literal[
-        "train",
-        "fisher",
-        "server",
-        "clients",
-        "pipeline",
-        "pfl",
-        "rounds",
-        "personal",
-        "population",
-        "devices",
-        "compile",
-        "growth",
+        *("train", "fisher", "server", "clients", "pipeline", "pfl", "rounds", "personal"),
+        *("population", "devices", "compile", "growth"),
     ] = tyro.MISSING
     """Training, Fishers, server, clients, whole run, rounds, devices, compiling, growth."""
     out: Folder = tyro.MISSING

@@ -9,7 +9,7 @@ from operator import itemgetter
 import jax
 
 import fisherjax as fj
-from experiments.benchmark import measure
+from experiments.benchmark import measure, programs
 from experiments.benchmark.config import Config
 from experiments.benchmark.measure import Apart, Case, Group, Measurement
 from experiments.harness import one_round, tasks
@@ -27,11 +27,7 @@ _AUTHORS = Measurement("the authors' code, recorded", _SECONDS, [_SECONDS], None
 """The FedFisher authors' PyTorch code on two cores of the same class: MNIST, LeNet, 5 clients, 10
 epochs (Jhunjhunwala, Wang, Joshi, AISTATS 2024). RegMean is not among the 85 seconds."""
 
-_EVENTS = {
-    "/jax/core/compile/jaxpr_trace_duration": "tracing_seconds",
-    "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering_seconds",
-    "/jax/core/compile/backend_compile_duration": "compiling_seconds",
-}
+_EVENTS = {event: f"{phase}_seconds" for event, phase in programs.PHASES.items()}
 _WARM = {"JAX_ENABLE_COMPILATION_CACHE": "true", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 

@@ -57,7 +57,7 @@ def growth(
         curves.append((title, over, sorted(cases, key=itemgetter(over))))
     across = list(dict.fromkeys(over for _, over, _ in curves))
     size = 1.0 + 4.5 * len(across), 0.5 + 2.4 * len(values)
-    how = {"squeeze": False, "sharex": "col", "sharey": "row"}
+    how = {"grid": "both", "squeeze": False, "sharex": "col", "sharey": "row"}
     figure, grid = canvas(*size, len(across), len(values), **how)
     for (title, over, cases), look in zip(curves, itertools.cycle(_CURVES), strict=False):
         how = dict(zip(("color", "marker", "linestyle"), look, strict=True), markersize=5)
@@ -65,7 +65,6 @@ def growth(
             panel.plot([case[over] for case in cases], list(map(value, cases)), label=title, **how)
     for panel in grid.ravel():
         panel.set(xscale="log", yscale="log")
-        panel.grid(color=GRID, linewidth=0.8)
     for panel, label in zip(grid[:, 0], values, strict=True):
         panel.set_ylabel(label)
     for panel, over in zip(grid[-1], across, strict=True):

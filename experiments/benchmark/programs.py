@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 PROGRAM = "experiments.benchmark.programs"
 ROOT = Path(__file__).resolve().parents[2]
 _BEGAN = time.perf_counter()
-_PHASES = {
+PHASES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
@@ -91,10 +91,10 @@ def listen() -> tuple[list[Event], list[str]]:
     misses: list[str] = []
 
     def note(event: str, seconds: float, fun_name: str = "?", **_: Any) -> None:
-        if event in _PHASES:
+        if event in PHASES:
             name = re.sub(r"^jit\((.*)\)$", r"\1", fun_name)
             when = threading.get_ident(), time.perf_counter(), seconds
-            events.append(Event(_PHASES[event], name, *when))
+            events.append(Event(PHASES[event], name, *when))
 
     def note_miss(event: str, **_: Any) -> None:
         if event == _MISS:
@@ -114,7 +114,7 @@ def count(events: Sequence[Event], missed: int, seconds: float, processor: float
         >>> found.programs, found.tracing, found.compiling, found.waiting
         (1, 3.0, 2.0, 4.0)
     """
-    totals = dict.fromkeys(_PHASES.values(), 0.0)
+    totals = dict.fromkeys(PHASES.values(), 0.0)
     names: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     ended: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for event in events:
@@ -264,9 +264,14 @@ def _run(task: str, options: Sequence[str], seed: int) -> None:
     if "." not in task:
         known = ", ".join(TASKS)
         raise SystemExit(f"{task} is no task. Known: {known}; or the name of a module")
-    sys.argv = [task, *options]
+    run_module(task, options)
+
+
+def run_module(module: str, options: Sequence[str]) -> None:
+    """Run a module with options as `python -m` does; raise SystemExit if it ends with an error."""
+    sys.argv = [module, *options]
     try:
-        runpy.run_module(task, run_name="__main__")
+        runpy.run_module(module, run_name="__main__")
     except SystemExit as stopped:
         if stopped.code:
             raise

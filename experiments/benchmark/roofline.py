@@ -155,8 +155,7 @@ def launches(text: str) -> float:
             bodies[name] = []
         elif row.startswith(" ") and name:
             bodies[name].append(row)
-    count = partial(_launches_of, bodies=bodies)
-    return count(entry)
+    return _launches_of(entry, bodies)
 
 
 def _launches_of(name: str, bodies: dict[str, list[str]]) -> float:

@@ -79,9 +79,8 @@ def groups(config: Config, note: Callable[[str], None]) -> Iterator[measure.Grou
     for cohort in config.num_clients:
         federation = workloads.federate(work, cohort)
         title = f"a round, {cohort} clients, {config.num_examples} images, LeNet"
-        alone = partial(
-            workloads.train, work, config, federation, key=jax.random.fold_in(jax.random.key(1), 0)
-        )
+        key = jax.random.fold_in(jax.random.key(1), 0)
+        alone = partial(workloads.train, work, config, federation, key=key)
         cases = [measure.Case(_ALONE, alone), *_cases(work, algorithms, federation, 1, **how)]
         yield measure.Group(title, "rounds", None, cases, beside=_ALONE)
         nobody = federation._replace(sizes=jnp.zeros_like(federation.sizes))
@@ -111,9 +110,8 @@ def personal(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gr
         federation = workloads.federate(work, cohort)
         for name, chunk in train.chunks(config.chunks, cohort).items():
             alone = {"key": jax.random.fold_in(jax.random.key(1), 0), "clients_per_chunk": chunk}
-            first = measure.Case(
-                _ALONE, partial(workloads.train, work, config, federation, **alone)
-            )
+            training = partial(workloads.train, work, config, federation, **alone)
+            first = measure.Case(_ALONE, training)
             cases = _cases(work, algorithms, federation, 1, clients_per_chunk=chunk, **how)
             title = f"a round, {cohort} clients, {len(work.labels)} images, NormedCNN, {name}"
             yield measure.Group(title, "rounds", None, [first, *cases], beside=_ALONE)

@@ -52,9 +52,7 @@ def devices(config: Config, note: Callable[[str], None]) -> Iterator[measure.Gro
                 summarize = partial(fj.merging.summarize, algorithm, trained, key=jax.random.key(2))
                 phases[phase] = summarize, examples
             for phase, (run, units) in phases.items():
-                cases = [
-                    measure.Case(case, partial(run, own), units) for case, own in where.items()
-                ]
+                cases = [measure.Case(n, partial(run, own), units) for n, own in where.items()]
                 title = f"{phase}, {work.name}, {num_clients} clients, {examples} images"
                 yield measure.Group(title, "samples", _ALONE, cases)
 

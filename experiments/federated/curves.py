@@ -64,7 +64,7 @@ def grids(
         "",
     ]
     for (name, epochs), cell in chosen.items():
-        own = [r for r in rows if (r.algorithm, r.local_epochs) == (name, epochs)]
+        own = plan.of(rows, (name, epochs))
         tried = grid.table(config, own, plan.number(config, epochs), cell)
         tried = tried._replace(title=f"{figures.label(name)}, {plan.each_round(epochs)}")
         parts.append(tables.markdown(tried, level=3))
@@ -73,11 +73,7 @@ def grids(
 
 def table(config: Federated, rows: Sequence[records.Row]) -> tables.Table:
     """Return the table of final numbers with the chosen server rates; plays have a perplexity."""
-    found = [
-        _cells(config, [r for r in rows if (r.algorithm, r.local_epochs) == (algorithm, epochs)])
-        for epochs in config.local_epochs
-        for algorithm in config.merging.algorithms
-    ]
+    found = [_cells(config, own) for _, _, own in plan.each(config, rows)]
     each = len(config.merging.algorithms)
     return tables.Table(
         title=title(config.data),
@@ -139,24 +135,21 @@ def _curve(
     axis: str,
 ) -> None:
     """Draw the mean over seeds, and their range as a band."""
-    what, scale = (algorithm, epochs, *metric), 100 if metric[1] == "accuracy" else 1
-    of = [row for row in rows if (row.algorithm, row.local_epochs) == what[:2]]
+    of, scale = plan.of(rows, (algorithm, epochs)), 100 if metric[1] == "accuracy" else 1
     own = [row for row in of if (row.split, row.metric) == metric]
     seed = min((row.seed for row in of), default=0)
     both = sum(row.value for row in of if row.split == "traffic" and row.seed == seed) / 1e6
     each = {"curves": epochs, "rounds": 1, "bytes": both}[axis]
     series = tables.gathered((each * row.round, scale * row.value) for row in own)
-    x, looks = list(series), figures.style(algorithm)
-    means, low, high = ([of(series[place]) for place in x] for of in (statistics.fmean, min, max))
-    looks |= {"linestyle": figures.line_style(algorithm), "markevery": max(1, len(x) // _MARKED)}
-    panel.plot(x, means, markersize=5, **looks)
-    panel.fill_between(x, low, high, color=looks["color"], alpha=0.15, linewidth=0)
+    looks = figures.style(algorithm) | {"linestyle": figures.line_style(algorithm)}
+    figures.curve(panel, series, markevery=max(1, len(series) // _MARKED), **looks)
 
 
 def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     """Return the final numbers of an algorithm with a number of local epochs, by heading."""
     first = rows[0]
-    ends = {seed: max(row.round for row in rows if row.seed == seed) for seed in _seeds(rows)}
+    by_seed = tables.gathered((row.seed, row) for row in rows)
+    ends = {seed: max(row.round for row in own) for seed, own in by_seed.items()}
     last = [row for row in rows if row.round == ends[row.seed]]
 
     def percent(split: str, fraction: float | None = None) -> str:
@@ -176,18 +169,13 @@ def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
     for fraction in FRACTIONS:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)
-    of = {seed: [row for row in rows if row.seed == seed] for seed in ends}
-    own = [_values(of[seed], "cohort", "barrier_loss") for seed in ends]
+    barrier_losses = [_values(own, "cohort", "barrier_loss") for own in by_seed.values()]
     return cells | {
-        "barrier": tables.spread([statistics.fmean(values) for values in own if values], digits=3),
+        "barrier": tables.spread([statistics.fmean(x) for x in barrier_losses if x], digits=3),
         "down": tables.size(_values(last, "traffic", "down")[0]),
         "up": tables.size(_values(last, "traffic", "up")[0]),
         "diverged": f"{sum(_values(rows, 'cohort', 'diverged')):.0f}",
     }
-
-
-def _seeds(rows: Sequence[records.Row]) -> list[int]:
-    return list(dict.fromkeys(row.seed for row in rows))
 
 
 def _values(

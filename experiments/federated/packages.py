@@ -47,10 +47,9 @@ def packages(folder: str | os.PathLike | None = None, *, context: int) -> ByClie
         windows = _windows(own, context, None if most is None else most + 1)
         if most is None or len(windows[1]) <= most:
             return windows
-        order = (
-            range(len(own)) if seed is None else np.random.default_rng(seed).permutation(len(own))
-        )
-        return _windows([own[k] for k in order], context, most)
+        if seed is not None:
+            own = [own[k] for k in np.random.default_rng(seed).permutation(len(own))]
+        return _windows(own, context, most)
 
     return ByClient(np.array([len(found[name]) for name in names]), names.__getitem__, read)
 

@@ -4,8 +4,7 @@ Source: Dhawan, Mitchell, Charles, Garrett, Dziugaite, Leveraging function space
     federated learning at scale, TMLR 2024, tables 3 to 5.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from experiments.federated import plan
 from experiments.harness import figures, tables
@@ -25,7 +24,7 @@ def tables_of(config: Federated, rows: Sequence[Row]) -> list[tables.Table]:
 def _each_round(config: Federated, rows: Sequence[Row], rounds: Sequence[int]) -> tables.Table:
     lines = [
         (figures.label(name), str(epochs), *(_percent(own, "test", None, n) for n in rounds))
-        for epochs, name, own in _runs(config, rows)
+        for epochs, name, own in plan.each(config, rows)
     ]
     headings = "algorithm", "local epochs", *map(str, rounds)
     return tables.Table("Test accuracy after each round, %", headings, lines)
@@ -33,7 +32,7 @@ def _each_round(config: Federated, rows: Sequence[Row], rounds: Sequence[int]) -
 
 def _equal_compute(config: Federated, rows: Sequence[Row]) -> tables.Table:
     lines = []
-    for epochs, name, own in _runs(config, rows):
+    for epochs, name, own in plan.each(config, rows):
         last = plan.number(config, epochs)
         rounds = plan.equal_compute(config, epochs), last, max(1, last // 2)
         cells = [_percent(own, "test", None, n) for n in rounds]
@@ -44,13 +43,6 @@ def _equal_compute(config: Federated, rows: Sequence[Row]) -> tables.Table:
     tuned = "50 % tuned: equal compute", "all rounds", "half of them"
     title = "Test accuracy at equal compute, after all rounds and after half, % (round)"
     return tables.Table(title, (*headings, *tuned), lines)
-
-
-def _runs(config: Federated, rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row]]]:
-    """Yield the numbers of local epochs and the algorithms, with the rows of each."""
-    for epochs in config.local_epochs:
-        for name in config.merging.algorithms:
-            yield epochs, name, [r for r in rows if (r.algorithm, r.local_epochs) == (name, epochs)]
 
 
 def draw(config: Federated, rows: Sequence[Row]) -> list[str]:
@@ -101,21 +93,14 @@ def _draw(config: Federated, points: dict[float, Points], over: str, file: str) 
                 own = [
                     p for p in all_points if (p[0].algorithm, p[0].local_epochs) == (name, number)
                 ]
+                looks = figures.style(name) | {"linestyle": figures.line_style(name)}
                 series = tables.gathered((x, 100 * y) for _, x, y in own)
-                _line(panel, series, name)
+                figures.curve(panel, series, **looks)
             panel.set_title(plan.each_round(number), fontsize="medium", loc="left")
         line[0].set_ylabel(f"{100 * fraction:g} % tuned, accuracy %")
     for panel in axes[-1]:
         panel.set_xlabel(over)
     figures.save_with_legend(drawn, config.out / file)
-
-
-def _line(panel: Any, series: dict[int, list[float]], name: str) -> None:
-    looks = figures.style(name) | {"linestyle": figures.line_style(name)}
-    means = [sum(values) / len(values) for values in series.values()]
-    panel.plot(list(series), means, markersize=5, **looks)
-    ends = [[of(values) for values in series.values()] for of in (min, max)]
-    panel.fill_between(list(series), *ends, color=looks["color"], alpha=0.15, linewidth=0)
 
 
 def _percent(rows: Sequence[Row], split: str, fraction: float | None, round_: int) -> str:

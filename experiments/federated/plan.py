@@ -1,6 +1,6 @@
 """What an experiment in rounds consists of: its units, when they are measured, and their order."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ def following(config: Federated, rows: Sequence[records.Row]) -> Step | None:
     units: list[Unit] = []
     for own in where if grid.asked(config) else ():
         last = number(config, own[1])
-        scores = grid.score(_of(rows, own), first, grid.quarter(last))
+        scores = grid.score(of(rows, own), first, grid.quarter(last))
         tried = grid.cells(config.local_learning_rate, config.server_learning_rate, scores)
         for cell in (cell for cell in tried if cell not in scores):
             return Step(Unit(*own, cell.server, first, cell.local), grid.quarter(last))
@@ -179,7 +179,7 @@ def select(config: Federated, rows: Sequence[records.Row]) -> dict[tuple[str, in
     seed, chosen = None if grid.asked(config) else config.seeds[0], {}
     done = finished(config, rows)
     for own in dict.fromkeys((row.algorithm, row.local_epochs or 1) for row in rows):
-        units = tables.gathered((Unit(*row.unit), row) for row in _of(rows, own)).values()
+        units = tables.gathered((Unit(*row.unit), row) for row in of(rows, own)).values()
         ends = [(max(row.round for row in unit), unit) for unit in units]
         whole = [row for last, unit in ends for row in unit if row.round == last]
         if grid.asked(config):
@@ -193,5 +193,15 @@ def select(config: Federated, rows: Sequence[records.Row]) -> dict[tuple[str, in
     return chosen
 
 
-def _of(rows: Iterable[records.Row], own: tuple[str, int]) -> list[records.Row]:
+def of(rows: Iterable[records.Row], own: tuple[str, int]) -> list[records.Row]:
+    """Return the rows of an algorithm and a number of local epochs."""
     return [row for row in rows if (row.algorithm, row.local_epochs) == own]
+
+
+def each(
+    config: Federated, rows: Sequence[records.Row]
+) -> Iterator[tuple[int, str, list[records.Row]]]:
+    """Yield the numbers of local epochs and the algorithms, with the rows of each."""
+    for epochs in config.local_epochs:
+        for name in config.merging.algorithms:
+            yield epochs, name, of(rows, (name, epochs))

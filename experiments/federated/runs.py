@@ -154,7 +154,8 @@ def run(
                     new += _rows(unit, count, _tuned(task, unit, state, personal_key))
             rows += new
             log(count, {_words(row): row.value for row in new})
-            show(count, next((r.value for r in new if _keys([r]) == {_TEST}), None))
+            tested = (r.value for r in new if (r.split, r.metric) == ("test", "accuracy"))
+            show(count, next(tested, None))
             if ends or time.monotonic() - saved >= config.checkpoint_seconds:
                 checkpoints.save(folder, count, state, rows)
                 saved = time.monotonic()
@@ -168,25 +169,13 @@ def run(
     return rows
 
 
-_TEST = ("test", "accuracy", None)
-
-
 def _rows(unit: Unit, count: int, measures: Measures) -> list[records.Row]:
-    return [
-        records.Row(
-            **unit._asdict(),
-            round=count,
-            value=round(float(np.asarray(value)), 6),
-            split=split,
-            metric=metric,
-            fraction=fraction,
-        )
-        for (split, metric, fraction), value in measures.items()
-    ]
-
-
-def _keys(rows: list[records.Row]) -> set[tuple[str, str, float | None]]:
-    return {(row.split, row.metric, row.fraction) for row in rows}
+    own, rows = unit._asdict() | {"round": count}, []
+    for (split, metric, fraction), found in measures.items():
+        value = round(float(np.asarray(found)), 6)
+        where = {"split": split, "metric": metric, "fraction": fraction}
+        rows.append(records.Row(**own, **where, value=value))
+    return rows
 
 
 def _words(row: records.Row) -> str:

@@ -79,10 +79,8 @@ def _owned(config: Federated) -> tuple[Any, ...]:
         model, _, init = tasks.build_network(config.data, own.data, config.training)
     else:
         network = choices.MODELS[config.data.model](num_classes=own.num_classes)
-        inputs = own.data[0]
-        init = jax.jit(lambda key: fj.networks.init(network, key, inputs))
-        shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
-        model = fj.networks.model(network, shapes, tasks.likelihood_of(config.training))
+        likelihood = tasks.likelihood_of(config.training)
+        model, init = tasks.of_network(network, own.data[0], likelihood)
     test = [np.concatenate([own.rows[client] for client in own.groups[2]])]
     everybody, tested = (fj.clients.federation(own.data[:2], x) for x in (own.rows, test))
     return model, init, everybody, own.groups, tested, own.words

@@ -19,7 +19,7 @@ def tracker(name: str, folder: Path, run: str) -> Iterator[Log]:
         ...     log(1, {"test accuracy": 0.5})
     """
     if name == "none":
-        yield _forget
+        yield lambda *_: None
     elif name == "csv":
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{run}.csv", "w", newline="") as file:
@@ -35,7 +35,3 @@ def tracker(name: str, folder: Path, run: str) -> Iterator[Log]:
 
         with wandb.init(project=folder.name, name=run, dir=str(folder)) as opened:
             yield lambda number, values: opened.log(dict(values), step=number)
-
-
-def _forget(number: int, values: Mapping[str, float]) -> None:
-    """Log nothing."""

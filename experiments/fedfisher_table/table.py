@@ -63,15 +63,10 @@ class Grid(grids.Cells):
             usual,
             data=dataclasses.replace(usual.data, **split),
             training=dataclasses.replace(usual.training, **chunk),
-            merging=self.merging,
-            epochs=self.epochs,
             partition_seeds=(self.partition_seed,),
             seeds=(seed,),
-            calibrate=self.calibrate,
-            central=False,
-            keep_clients=self.keep_clients,
-            imports=self.imports,
             out=self.out / cell.dataset / f"m{cell.num_clients}-alpha{cell.alpha}-seed{seed}",
+            **self.of_all,
         )
 
 

@@ -91,9 +91,8 @@ def main(asked: Config, console: Console) -> None:
     for node in made:
         _write_node(asked.folder, node)
     _write_sums(asked.folder, asked.nodes)
-    console.print(
-        f"In {asked.folder}/: {', '.join(sorted(p.name for p in asked.folder.iterdir()))}"
-    )
+    files = ", ".join(sorted(path.name for path in asked.folder.iterdir()))
+    console.print(f"In {asked.folder}/: {files}")
 
 
 def _write_certificates(asked: Config) -> None:

@@ -12,6 +12,7 @@ from experiments.harness import figures, folders, records, tables
 ROUNDS, MODEL = "server/rounds.jsonl", "server/model.safetensors"
 SECONDS = ("start", "import", "compile", "work", "transfer", "aggregate")
 """Where the seconds of a round go, in the order in which they pass."""
+_FIELDS = ("start", "imports", "compile", "work", "transfer", "aggregate")  # of a row
 _EXPLAINED = (
     "Accuracy is on the server's test images. Down and up are the bytes of a client's arrays; of "
     "seconds, aggregate is the server's, and the others are means over clients: start is Python, "
@@ -74,15 +75,11 @@ def table(asked: Any, rows: Sequence[Round]) -> tables.Table:
 
 
 def _line(name: str, row: Round) -> tuple[str, ...]:
-    times = (row.start, row.imports, row.compile, row.work, row.transfer, row.aggregate)
+    loss = "-" if math.isnan(row.loss) else f"{row.loss:.3f}"
     return (
-        *(name, str(row.clients), str(row.left_out), f"{100 * row.accuracy:.1f}"),
-        *(
-            "-" if math.isnan(row.loss) else f"{row.loss:.3f}",
-            tables.size(row.down),
-            tables.size(row.up),
-        ),
-        *(f"{x:.2f}" for x in (*times, row.seconds)),
+        *(name, str(row.clients), str(row.left_out), f"{100 * row.accuracy:.1f}", loss),
+        *(tables.size(row.down), tables.size(row.up)),
+        *(f"{getattr(row, x):.2f}" for x in (*_FIELDS, "seconds")),
     )
 
 
@@ -92,14 +89,10 @@ def _draw(asked: Any, rows: Sequence[Round]) -> None:
     rounds = [row.round for row in rows]
     looks = figures.style(asked.method)
     left.plot(rounds, [100 * row.accuracy for row in rows], **looks)
-    left.set(xlabel="round", ylabel="test accuracy, %", xticks=_ticks(rounds))
-    names = ("start", "imports", "compile", "work", "transfer", "aggregate")
-    means = [fmean(getattr(row, name) for row in rows) for name in names]
+    ticks = rounds[:: max(1, len(rounds) // 10)]
+    left.set(xlabel="round", ylabel="test accuracy, %", xticks=ticks)
+    means = [fmean(getattr(row, name) for row in rows) for name in _FIELDS]
     right.barh(SECONDS, means, color=looks["color"])
     right.invert_yaxis()
     right.set(xlabel="seconds of a round, mean")
     figures.save(drawn, asked.out / "accuracy.png")
-
-
-def _ticks(rounds: Sequence[int]) -> Sequence[int]:
-    return rounds[:: max(1, len(rounds) // 10)]

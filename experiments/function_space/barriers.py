@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from experiments.function_space.toy_regression import SUPPORTS, Runs, cells, errors, model
-from experiments.harness.figures import GRID, canvas, label, line_style, save_with_legend, style
+from experiments.harness.figures import canvas, label, line_style, save_with_legend, style
 from experiments.harness.tables import Table, csv_text
 from fisherjax.typing import Params
 
@@ -96,7 +96,7 @@ def draw_functions(
 
 def draw_barriers(measured: Errors, path: Path) -> None:
     """Draw the barriers, a dot for each seed and a line at the median of each algorithm."""
-    (figure, axes), found = canvas(8, 4), barriers(measured)
+    (figure, axes), found = canvas(8, 4, grid="y"), barriers(measured)
     for number, (name, both) in enumerate(found.items()):
         look, beside = style(name), 0.8 * ((number + 0.5) / len(found) - 0.5)
         for place, values in enumerate(both):
@@ -107,7 +107,6 @@ def draw_barriers(measured: Errors, path: Path) -> None:
     axes.set_yscale("symlog", linthresh=0.01)
     axes.set_xticks(range(len(SUPPORTS)), list(SUPPORTS))
     axes.set(xlabel="overlap of the clients' inputs", ylabel="client-server barrier (MSE)")
-    axes.grid(axis="y", color=GRID)
     save_with_legend(figure, path)
 
 

@@ -185,8 +185,7 @@ def report(asked: Any, heading: str, rows: Sequence[Row], program: str, console:
         left.append("rounds.png")
         picture = "![accuracy round by round](rounds.png)"
         parts += [tables.markdown(curve_table(later), 2), picture, ""]
-    pairs = commands.contents(asked).items()
-    options = [(n, " ".join(map(str, x)) if isinstance(x, list) else str(x)) for n, x in pairs]
+    options = [(name, commands.in_words(x)) for name, x in commands.contents(asked).items()]
     parts += [tables.markdown(tables.Table("", ("option", "value"), options, text=2))]
     folders.write_summary(asked, parts, program)
     console.print(f"\nIn {out}/: {', '.join(left)}", soft_wrap=True)

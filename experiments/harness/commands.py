@@ -274,6 +274,10 @@ def check_list(config: Any, *options: str) -> None:
             raise ValueError(f"{_assignment(option, values)}, expected each only once")
 
 
+def in_words(value: Any) -> str:
+    """Return the value of an option, or its several values, as text."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
 def _assignment(option: str, value: Any) -> str:
-    words = " ".join(map(str, value)) if isinstance(value, tuple | list) else value
-    return f"--{option.replace('_', '-')} is {words}"
+    return f"--{option.replace('_', '-')} is {in_words(value)}"

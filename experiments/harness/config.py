@@ -250,21 +250,15 @@ def federated(dataset: str | None = None) -> Federated:
         training = Training(learning_rate=0.0008, batch_size=8)
         return Federated(data, training, validation_clients=10, held_out_clients=20)
     if dataset == WRITERS:
-        who = {"cohort": 8, "validation_clients": 3, "held_out_clients": 5}
-        data, training = (
-            AnyData(dataset, models[dataset], 20),
-            Training(momentum=0.0, batch_size=10),
-        )
-        return Federated(data, training, rounds=100, **who)
+        data = AnyData(dataset, models[dataset], 20)
+        return Federated(data, rounds=100, cohort=8, validation_clients=3)
     data, training = AnyData(dataset, models[dataset], 100), Training(momentum=0.0, batch_size=32)
     who = {"cohort": 20, "validation_clients": 10, "held_out_clients": 10}
     return Federated(data, training, rounds=40, **who)
 
 
 def _fedfish(dataset: str) -> Federated:
-    model, clients, most, batch_size, cohort, rounds, rate, personal_epochs = choices.FEDFISH[
-        dataset
-    ]
+    model, clients, most, batch_size, cohort, rounds, rate, tuned = choices.FEDFISH[dataset]
     split = {"partition": "pachinko"} if dataset == "cifar100" else {"client_examples": most}
     # The loss of a window sums over its 128 tokens.
     local_rate = 1e-3 / 128 if dataset in TEXTS else 1e-3
@@ -278,6 +272,6 @@ def _fedfish(dataset: str) -> Federated:
         held_out_clients=10,
         server_optimizer="adam",
         server_learning_rate=(rate,),
-        personal_epochs=personal_epochs,
+        personal_epochs=tuned,
         eval_every=100,
     )

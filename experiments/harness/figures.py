@@ -5,8 +5,9 @@ tells curves apart (markers, lines, hatches) is seen in greyscale too.
 """
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,13 @@ def line_style(name: str) -> Any:
     """Return the line style of an algorithm, for panels in which several lines cross."""
     names = list(algorithms.merges())
     return LINES[names.index(name) % len(LINES)] if name in names else ":"
+
+
+def curve(panel: Any, series: Mapping[float, Sequence[float]], **looks: Any) -> None:
+    """Draw the means of several values at each place, and their ranges as a band."""
+    means, low, high = (list(map(of, series.values())) for of in (fmean, min, max))
+    panel.plot(list(series), means, markersize=5, **looks)
+    panel.fill_between(list(series), low, high, color=looks["color"], alpha=0.15, linewidth=0)
 
 
 def canvas(

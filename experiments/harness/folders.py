@@ -118,7 +118,7 @@ def grown(asked: Any, default: Any, found: str = RESULTS) -> Any:
             f"--out, or delete that folder{_variants(before, now, counts)}"
         )
     larger = [n for n in both if both[n] != now.get(n) and n not in WHERE_AND_HOW]
-    more = [f"{name} {_words(both[name])}" for name in larger]
+    more = [f"{name} {commands.in_words(both[name])}" for name in larger]
     if more:
         print(f"{out} has more than is asked for; all of it is reported: {'; '.join(more)}.")
     # Methods and files that the folder has and nobody asked for now.
@@ -131,10 +131,6 @@ def _variants(before: dict, now: dict, counts: Callable[[str], bool]) -> str:
     changed = [n for n in now if "." in n and counts(n) and now[n] != before.get(n)]
     words = " ".join(f"{n.replace('.', '@')}={now[n]}" for n in changed)
     return f"; for both in one folder, add --algorithms {words} instead" if words else ""
-
-
-def _words(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def begin(config: Any, program: str, console: Console, done: str) -> None:

@@ -27,13 +27,12 @@ from experiments.harness import (
     steps,
     tasks,
 )
+from experiments.harness.grids import Unit
 from experiments.harness.progress import Watch, bar
 from experiments.harness.tables import Table, terminal
 
 WALL = "wall_seconds"
 """The metric of the row that holds the seconds of a whole run."""
-Unit = tuple[Any, int]
-"""A cell, which has a data set and a label, and a seed."""
 Done = dict[Unit, list[records.Row]]
 """The rows of every unit; an empty list where the unit is missing."""
 _Written = TypeVar("_Written")

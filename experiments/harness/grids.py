@@ -31,7 +31,7 @@ class Cell(NamedTuple):
 
 
 Unit = tuple[Any, int]
-"""A cell and a seed: one run."""
+"""A cell, which has a data set and a label, and a seed: one run."""
 _METHODS = ("fedlpa", "fedlpa_ea", "fednova", "scaffold", "fedavg", "fedprox", "fedfisher_kfac")
 
 
@@ -55,6 +55,12 @@ class Cells(commands.Imports, abc.ABC):
     data_dir: commands.FolderOrNone = None
     """Folder of the prepared data sets; None takes the environment's TFDS_DATA_DIR."""
     known: ClassVar = config.IMAGES
+
+    @property
+    def of_all(self) -> dict[str, Any]:
+        """The options that all runs of the grid have."""
+        names = ("merging", "epochs", "calibrate", "keep_clients", "imports")
+        return {name: getattr(self, name) for name in names} | {"central": False}
 
     @abc.abstractmethod
     def cells(self, dataset: str) -> list[Any]:
@@ -88,26 +94,21 @@ class Grid(Cells):
 
     def configuration(self, cell: Cell, seed: int) -> config.OneShot:
         """Return the run of one cell with one seed."""
-        is_beta = cell.partition == "niid_bench"
-        number = (
-            {"beta": float(cell.number)} if is_beta else {"classes_per_client": int(cell.number)}
-        )
-        split = {"num_clients": self.num_clients, "partition": cell.partition, **number}
+        split: dict[str, Any] = {"num_clients": self.num_clients, "partition": cell.partition}
+        if cell.partition == "niid_bench":
+            split["beta"] = float(cell.number)
+        else:
+            split["classes_per_client"] = int(cell.number)
         raw = {"normalize": False, "data_dir": self.data_dir}
         how = {"weight_decay": 1e-5, "batch_size": 64, "clients_per_chunk": self.clients_per_chunk}
         return config.OneShot(
             data=config.Data(cell.dataset, **DATASETS.get(cell.dataset, {}), **split, **raw),
             training=config.Training(learning_rate=0.01, **how),
-            merging=self.merging,
-            epochs=self.epochs,
             partition_seeds=(seed,),
             seeds=(seed,),
-            calibrate=self.calibrate,
             exchanges=self.exchanges,
-            central=False,
-            keep_clients=self.keep_clients,
-            imports=self.imports,
             out=self.out / cell.dataset / f"{cell.partition}{cell.number}-seed{seed}",
+            **self.of_all,
         )
 
 

@@ -173,10 +173,7 @@ def _words(value: Any) -> str:
     if isinstance(value, np.ndarray) or (hasattr(value, "dtype") and hasattr(value, "shape")):
         return f"an array {value.dtype}{list(value.shape)}"
     if _is_list(value) and not hasattr(value, "_fields"):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(map(_kind, value[:4]))})"
+        kinds = ", ".join(type(part).__name__ for part in value[:4])
+        return f"a {type(value).__name__} of {len(value)} ({kinds})"
     text = repr(value)
     return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__

@@ -17,7 +17,7 @@ _COUNTS = (
     *("channels", "gan_epochs", "judge_epochs", "images", "restarts", "steps", "draws"),
     *("clients", "pilots", "terms", "open_epochs", "dense_epochs", "num_seeds", "num_points"),
     *("width", "fedfish_batch", "num_examples", "examples", "tested", "choosing_rounds"),
-    *("table3", "table3_rounds", "repeats", "patience", "personal_points"),
+    *("table3", "table3_rounds", "repeats", "patience", "personal_points", "nodes"),
 )
 _FROM_ZERO = (
     *("min_size", "then_rounds", "then_epochs", "exchanges", "held_out_plays", "max_examples"),

@@ -4,7 +4,7 @@ import ast
 import inspect
 from typing import Any
 
-from fisherjax.algorithms import METHODS, Distillation, Row
+from fisherjax.algorithms import METHODS, Distillation, Row, options
 from fisherjax.fisher import Dense
 
 STUDENT = "fedov+student"
@@ -60,10 +60,7 @@ def distils(name: str) -> bool:
         >>> distils("dense"), distils("fedavg"), distils("ensemble")
         (True, False, False)
     """
-    if name not in METHODS:
-        return False
-    parameters = inspect.signature(METHODS[name].factory).parameters.values()
-    return any(isinstance(parameter.default, Distillation) for parameter in parameters)
+    return name in METHODS and any(isinstance(x, Distillation) for x in options(name).values())
 
 
 def merged_first(name: str) -> str:

@@ -3,7 +3,6 @@
 import shutil
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -225,7 +224,9 @@ def _with_progress(
     stages = server.aggregate
     if not isinstance(stages, fj.algorithms.Stages):
         return server
-    folder, number, saved = _saved(task, unit, name), stages.number, time.monotonic()
+    number, saved = stages.number, time.monotonic()
+    # The checkpoints stay until the unit is written.
+    folder = task.config.out and task.config.out / "stages" / f"{name}-{unit[0]}-{unit[1]}"
 
     def after(done: int, work: Any) -> None:
         nonlocal saved
@@ -240,11 +241,6 @@ def _with_progress(
         return found and (found.number, found.state)
 
     return fj.algorithms.in_stages(server, after, resume)
-
-
-def _saved(task: OneRound, unit: Unit, name: str) -> Path | None:
-    """Return the folder of the checkpoints of a merge in stages, until its unit is written."""
-    return task.config.out and task.config.out / "stages" / f"{name}-{unit[0]}-{unit[1]}"
 
 
 def clear(task: OneRound) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from experiments.harness import choices, votes
 from experiments.harness.commands import check
 from experiments.harness.config import Data, OneShot, Training
 from experiments.harness.methods import Images, Method, check_full, methods
+from experiments.harness.names import is_vote
 from fisherjax.clients import Federation
 from fisherjax.datasets import Dataset
 from fisherjax.typing import AnyArray, Array, Examples, Key, Likelihood, Model, Params
@@ -80,8 +81,7 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
     tested = Examples(*jax.device_put((test.inputs, test.targets)))
-    moments = {"mean": tuple(train.mean), "deviation": tuple(train.std)}
-    normal = partial(_standardized, **moments) if config.data.normalize else None
+    normal = standardizer(train) if config.data.normalize else None
     images = Images(train.inputs.shape[1:], config.data.augment, tested, normal)
     return OneRound(
         config=config,
@@ -115,16 +115,14 @@ def _voting(
     init: Callable[[Key], Params],
 ) -> votes.Voting | None:
     """Make the networks of FedOV if it is chosen; they have an additional "unknown" class."""
-    asked = votes.names(config.merging.algorithms)
+    asked = tuple(filter(is_vote, config.merging.algorithms))
     if not asked:
         return None
     network = choices.MODELS[config.data.model](num_classes=train.num_classes + 1)
-    open_init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-    shapes = jax.eval_shape(open_init, jax.eval_shape(jax.random.key, 0))
     likelihood = fj.likelihoods.categorical
     # `open_set` refuses models with their own training function, which BatchNorm needs.
-    plain = fj.networks.model(network, shapes, likelihood, normalize=normalize)
-    student = Model(model.apply, fj.likelihoods.categorical)
+    plain, open_init = of_network(network, train.inputs, likelihood, normalize=normalize)
+    student = Model(model.apply, likelihood)
     given = asked, plain, open_init, normalize, student, init
     voting = votes.Voting(*given, config.merging.aside, config.merging.options)
     votes.check(voting, config.data.num_clients)
@@ -211,11 +209,23 @@ def build_network(
     augment = None
     if data.augment:
         augment = fj.datasets.crop_and_flip(normalize, mode=data.augment_border)
-    init = jax.jit(lambda key: fj.networks.init(network, key, train.inputs))
-    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     how = {"normalize": normalize, "augment": augment, "any_width": any_width}
-    model = fj.networks.model(network, shapes, likelihood_of(training), **how)
+    model, init = of_network(network, train.inputs, likelihood_of(training), **how)
     return model, normalize, init
+
+
+def of_network(
+    network: Any, inputs: AnyArray, likelihood: Likelihood, **how: Any
+) -> tuple[Model, Callable[[Key], Params]]:
+    """Return the model of a flax network, see `fj.networks.model`, and its initialiser."""
+    init = jax.jit(lambda key: fj.networks.init(network, key, inputs))
+    shapes = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
+    return fj.networks.model(network, shapes, likelihood, **how), init
+
+
+def standardizer(data: Dataset) -> Callable[[Array], Array]:
+    """Return the normalisation of pixels between 0 and 1, as stored images are normalised."""
+    return partial(_standardized, mean=tuple(data.mean), deviation=tuple(data.std))
 
 
 def _standardized(images: Array, mean: Sequence[float], deviation: Sequence[float]) -> Array:

@@ -8,7 +8,7 @@ option `aside` is then "test".
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ import optax
 
 import fisherjax as fj
 from experiments.harness import commands
-from experiments.harness.names import STUDENT, is_vote
+from experiments.harness.names import STUDENT
 from fisherjax.local_update import ClientInputs
 from fisherjax.parallel import Layout, chunk_size
 from fisherjax.typing import Array, Examples, Key, Model, Params
@@ -75,11 +75,6 @@ def check(voting: Voting, num_clients: int) -> None:
         if value < 1:
             name = option.replace("_", "-")
             raise ValueError(f"--student.{name} is {value}, expected 1 or more")
-
-
-def names(algorithms: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of FedOV and its student among algorithms."""
-    return tuple(filter(is_vote, algorithms))
 
 
 class Found(NamedTuple):

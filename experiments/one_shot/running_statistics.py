@@ -12,11 +12,10 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
-import numpy as np
 import optax
 
 import fisherjax as fj
-from experiments.harness import figures, records
+from experiments.harness import figures, records, tables
 
 RECORD = Path("experiments/results/running_statistics")
 METHODS = "fedavg", "regmean", "fedfisher_kfac", "fedfisher_sequential"
@@ -53,25 +52,22 @@ def accuracies(split: int, epochs: int = EPOCHS) -> Iterator[tuple[str, float, f
         updates = fj.merging.summarize(method, trained, federation, key=key)
         merged, _, _ = fj.merging.merge(method, params, updates, federation.weights)
         after, _, _ = fj.merging.exchange(again, merged, federation, key=key)
-        both = [100 * float(fj.metrics.accuracy(model, x, examples)) for x in (merged, after)]
-        yield name, *both
+        yield name, *(100 * float(fj.metrics.accuracy(model, x, examples)) for x in (merged, after))
 
 
 def table(found: dict[str, list[tuple[float, float]]]) -> str:
     """Return means and standard deviations over splits as a table."""
     lines = ["| | as merged | after `running_statistics` |", "| --- | ---: | ---: |"]
     for name, runs in found.items():
-        cells = [f"{x.mean():.1f} ± {x.std(ddof=1):.1f}" for x in np.array(runs).T]
+        cells = map(tables.spread, zip(*runs, strict=True))
         lines.append(f"| {figures.label(name)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main(out: Path = RECORD, splits: int = SPLITS, epochs: int = EPOCHS) -> None:
     """Measure all splits and write the table."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
-    for split in range(splits):
-        for name, *both in accuracies(split, epochs):
-            found[name].append((both[0], both[1]))
+    rows = (row for split in range(splits) for row in accuracies(split, epochs))
+    found = tables.gathered((name, (merged, after)) for name, merged, after in rows)
     heading = f"# Running statistics computed again\n\nDigits, {splits} splits, accuracy in %."
     command = "```bash\npython -m experiments.one_shot.running_statistics\n```"
     out.mkdir(parents=True, exist_ok=True)

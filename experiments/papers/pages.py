@@ -74,8 +74,7 @@ def _counts(paper: Paper, root: Path) -> tuple[str, ...]:
         kind += [one for one in own if one.cell.metric in _ACCURACIES]
     every = [one for one in papers.numbers(paper.name) if one.metric in _ACCURACIES]
     median, within = item_tables.far(counted)
-    cells = map(item_tables.distinct, (counted, beside))
-    compared, set_beside = map(str, cells)
+    compared, set_beside = (str(item_tables.distinct(own)) for own in (counted, beside))
     numbers = str(len(paper.items)), str(len(every)), compared, str(len(counted)), set_beside
     return f"[{paper.title}]({paper.name}.md)", *numbers, within, median
 

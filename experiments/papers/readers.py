@@ -202,16 +202,11 @@ def _of_fedfisher(
 
 def _means(pairs: Iterable[tuple[dict[str, str], float]], how: dict[str, str]) -> list[Ours]:
     """Return mean and standard deviation of the values of each key, and the number of runs."""
-    values = tables.gathered((tuple(key.items()), value) for key, value in pairs)
-    return [
-        Ours(
-            dict(key),
-            statistics.fmean(own),
-            tables.deviation(own) if len(own) > 1 else None,
-            how | {"runs": str(len(own))},
-        )
-        for key, own in values.items()
-    ]
+    found = []
+    for key, own in tables.gathered((tuple(key.items()), value) for key, value in pairs).items():
+        spread = tables.deviation(own) if len(own) > 1 else None
+        found.append(Ours(dict(key), statistics.fmean(own), spread, how | {"runs": str(len(own))}))
+    return found
 
 
 def _exact(key: Mapping[str, str], value: float) -> Ours:

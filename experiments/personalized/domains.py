@@ -56,10 +56,8 @@ def domains(
         else:
             parts = tuple((x.inputs, x.targets) for x in fj.datasets.load(name, data_dir))
         photographs = fj.datasets.load("cifar10", data_dir) if name == "mnist_m" else (None,) * 2
-        made = []
-        for (images, labels), most, photos in zip(
-            parts, (number, tested), photographs, strict=True
-        ):
+        made, sides = [], zip(parts, (number, tested), photographs, strict=True)
+        for (images, labels), most, photos in sides:
             rows = source.permutation(len(labels))[:most]
             own = None if images is None else images[rows]
             drawn = _DRAWN[name](source, own, labels[rows], photos)

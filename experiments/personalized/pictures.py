@@ -107,10 +107,7 @@ def _looks(asked: Config) -> dict[str, dict[str, str]]:
     palette = ("#8a8a8a", "#1a1a1a", "#d98200", "#2b78ad", "#57b894", "#8b1e6b")
     palette += ("#c4501b", "#b89400", "#4d7a1f", "#7fc8e8")
     order = list(settings.methods())
-    looks = [
-        {"color": colour, "marker": marker}
-        for colour, marker in zip(palette, figures.MARKERS, strict=False)
-    ]
+    looks = [{"color": c, "marker": m} for c, m in zip(palette, figures.MARKERS, strict=False)]
     return {name: looks[order.index(name) % len(looks)] for name in asked.algorithms}
 
 

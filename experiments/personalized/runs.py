@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import fisherjax as fj
+from experiments.harness import config, tasks
 from experiments.personalized import settings
 from experiments.personalized.domains import Domain, domains
 from experiments.personalized.settings import Config, Measurement, Unit
@@ -60,11 +60,11 @@ def population(asked: Config, split: str, held: bool) -> Population:
     sides = map(fj.clients.federation, pairs, (train_rows, test_rows))
     counts = fj.partition.label_counts(pairs[0][1], train_rows)
     network = fj.networks.NormedCNN(num_classes=num_classes)
-    init = jax.jit(lambda key: fj.networks.init(network, key, pairs[0][0]))
+    images, likelihood = pairs[0][0], fj.likelihoods.categorical
+    model, init = tasks.of_network(network, images, likelihood, normalize=normalize)
     shapes = jax.eval_shape(init, jax.random.key(0))
-    model = fj.networks.model(network, shapes, fj.likelihoods.categorical, normalize=normalize)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    norms = fj.algorithms.normalizations(model, shapes, pairs[0][0])
+    norms = fj.algorithms.normalizations(model, shapes, images)
     return Population(model, init, norms, *sides, names, shares, looks)
 
 
@@ -85,12 +85,6 @@ def _by_classes(asked: Config, split: str, train: Any, test: Any) -> list[list[n
     return [[source.permutation(own)[:most] for own in side] for side, most in both]
 
 
-# Equal options give the same object, so that nothing compiles again.
-@fj._core.caching.cached
-def _sgd(learning_rate: float, momentum: float) -> optax.GradientTransformation:
-    return optax.sgd(learning_rate, momentum or None)
-
-
 def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[Measurement], Any]]:
     """Run the rounds of a unit; yield after each its measurements and the algorithm's info."""
     number = of.train.num_clients
@@ -98,7 +92,7 @@ def measured(asked: Config, unit: Unit, of: Population) -> Iterator[tuple[list[M
         of.model,
         settings.method(unit, of.model, of.norms),
         cohort=number,
-        optimizer=_sgd(asked.learning_rate, asked.momentum),
+        optimizer=tasks.optimizer(config.Training(asked.learning_rate, asked.momentum)),
         epochs=unit.epochs,
         batch_size=asked.batch_size,
     )

@@ -14,7 +14,6 @@ continues an interrupted run.
 """
 
 import dataclasses
-from types import ModuleType
 from typing import Annotated, Any
 
 import tyro
@@ -24,11 +23,7 @@ from experiments.harness import commands, limits
 from experiments.pretrained import adapter_table, prepare, text_table, vision_table, weights
 
 PROGRAM = "experiments.pretrained"
-TABLES: dict[str, ModuleType] = {
-    "text": text_table,
-    "vision": vision_table,
-    "adapters": adapter_table,
-}
+TABLES = {"text": text_table, "vision": vision_table, "adapters": adapter_table}
 """Modules with a `Config` and `run(asked, program, console)`, by the names of their tables."""
 _Table = Annotated[
     str, commands.names(TABLES), tyro.conf.arg(help="Table to compute; it has its own options.")

@@ -52,10 +52,8 @@ def init(
         name = f"encoder.layer.{block}"
         dense |= {f"{name}.attention.self.{x}": (width, width) for x in ("query", "key", "value")}
         dense[f"{name}.attention.output.dense"] = (width, width)
-        dense |= {
-            f"{name}.intermediate.dense": (inner, width),
-            f"{name}.output.dense": (width, inner),
-        }
+        dense[f"{name}.intermediate.dense"] = (inner, width)
+        dense[f"{name}.output.dense"] = (width, inner)
         norms += [f"{name}.attention.output.LayerNorm", f"{name}.output.LayerNorm"]
     shapes |= {f"{name}.weight": shape for name, shape in dense.items()}
     shapes |= {f"{name}.bias": shape[:1] for name, shape in dense.items()}
@@ -100,15 +98,13 @@ def model(params: Params) -> Model:
 
 
 def _embedded(params: Params, tokens: AnyArray) -> Array:
-    def table(name: str) -> Array:
-        return params[f"embeddings.{name}_embeddings.weight"]
-
     # Every position has type 0, looked up by position, so that K-FAC sees a table of positions.
     positions = jnp.arange(tokens.shape[1])
-    hidden = (
-        table("word")[tokens] + table("position")[positions] + table("token_type")[0 * positions]
+    looked_up = {"word": tokens, "position": positions, "token_type": 0 * positions}
+    word, position, kind = (
+        params[f"embeddings.{name}_embeddings.weight"][x] for name, x in looked_up.items()
     )
-    return _normalized(params, "embeddings.LayerNorm", hidden)
+    return _normalized(params, "embeddings.LayerNorm", word + position + kind)
 
 
 def _block(params: Params, name: str, hidden: Array, mask: Array) -> Array:

@@ -139,10 +139,8 @@ def init(network: Network, key: Key, num_classes: int) -> Params:
 def with_new_head(network: Network, params: Params, key: Key, num_classes: int) -> Params:
     """Return params whose last layer is that of a new network, for any number of classes."""
     new = init(network, key, num_classes)["params"]
-    head = {name: new[f"{network.head}.{name}"] for name in ("weight", "bias")}
-    return params | {
-        "params": params["params"] | {f"{network.head}.{name}": x for name, x in head.items()}
-    }
+    head = {name: new[name] for name in (f"{network.head}.weight", f"{network.head}.bias")}
+    return params | {"params": params["params"] | head}
 
 
 def shapes(network: Network, num_classes: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:

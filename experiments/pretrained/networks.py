@@ -114,10 +114,8 @@ def _mnist(layers: Layers, x: Array, num_classes: int) -> Array:
 def _usps(layers: Layers, x: Array, num_classes: int) -> Array:
     """Compute two 3 x 3 convolutions with BatchNorm, and two dense layers."""
     for place, width in ((0, 32), (4, 64)):
-        x = _norm(
-            layers, _conv_bias(layers, x, f"features.{place}", width), f"features.{place + 1}"
-        )
-        x = fj.nn.max_pool(jax.nn.relu(x), 2)
+        x = _conv_bias(layers, x, f"features.{place}", width)
+        x = fj.nn.max_pool(jax.nn.relu(_norm(layers, x, f"features.{place + 1}")), 2)
     hidden = jax.nn.relu(_dense(layers, _flat(x), "classifier.1", 128))
     return _dense(layers, hidden, "classifier.4", num_classes)
 

@@ -132,7 +132,9 @@ def clients(
         model, start = fj.adapters.attach(base, start, is_kernel, **how)
     if not kept:
         several, seconds = [], []
-        for federation in (found.train, _together(found.train)):
+        both = found.train.inputs, found.train.targets
+        together = fj.clients.federation(both, fj.partition.central(len(both[1])))
+        for federation in (found.train, together):
             begun = time.perf_counter()
             trained = fj.training.train(
                 *(model, start, federation),
@@ -180,8 +182,7 @@ def with_head(params: Params, found: Data) -> Params:
     key, method = jax.random.key(0), fj.algorithms.analytic_head(free)
     params, _, _ = fj.merging.exchange(method, params, found.train, key=key)
     outputs = fj.metrics.logits(free, params, found.train.inputs)
-    labels = jnp.asarray(found.train.targets)
-    scale = _scale(outputs, labels)
+    scale = _scale(outputs, jnp.asarray(found.train.targets))
     return params | {name: scale * params[name] for name in head}
 
 
@@ -195,11 +196,6 @@ def _scale(outputs: Any, labels: Any) -> float:
 def _zero_head(params: Params) -> dict[str, np.ndarray]:
     width = len(params["embeddings.LayerNorm.bias"])
     return {"head.weight": np.zeros((2, width), "f"), "head.bias": np.zeros(2, "f")}
-
-
-def _together(several: Federation) -> Federation:
-    both = several.inputs, several.targets
-    return fj.clients.federation(both, [np.arange(len(several.targets))])
 
 
 def _as_trained(model: Model, start: Params, kept: dict[str, Any], part: str) -> Trained:

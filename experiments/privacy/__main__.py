@@ -23,12 +23,11 @@ from experiments.privacy.runs import Config, Measurement
 
 PROGRAM = "experiments.privacy"
 _STYLES = {
-    "fedavg": ("#1a1a1a", "o", "FedAvg"),
-    "fedfisher_diag": ("#0b4f8a", "^", "FedFisher (diagonal)"),
-    "head": ("#d98200", "s", "ridge head, initial network"),
-    "fedavg+head": ("#4d7a1f", "D", "FedAvg, then ridge head"),
+    "fedavg": {"color": "#1a1a1a", "marker": "o", "label": "FedAvg"},
+    "fedfisher_diag": {"color": "#0b4f8a", "marker": "^", "label": "FedFisher (diagonal)"},
+    "head": {"color": "#d98200", "marker": "s", "label": "ridge head, initial network"},
+    "fedavg+head": {"color": "#4d7a1f", "marker": "D", "label": "FedAvg, then ridge head"},
 }
-"""Colours, markers and labels."""
 
 
 def _check(asked: Config) -> None:
@@ -46,7 +45,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         title = f"{both}, {number} clients: accuracy in %"
         headings = ("algorithm", *(f"epsilon {cost[noise]:.3g}" for noise in noises))
         lines = [
-            (_STYLES[name][-1], *(tables.spread(found[number, name, noise]) for noise in noises))
+            (_STYLES[name]["label"], *(tables.spread(found[number, name, s]) for s in noises))
             for name in asked.algorithms
         ]
         shown.append(tables.Table(title, headings, lines))
@@ -65,13 +64,12 @@ def _draw_figure(asked: Config, found: dict, cost: dict[float, float]) -> None:
     drawn, axes = figures.canvas(8, 3.6, len(numbers), **how)
     for number, panel in zip(numbers, axes[0], strict=True):
         for name in asked.algorithms:
-            colour, marker, label = _STYLES[name]
+            look = _STYLES[name]
             means = [statistics.fmean(found[number, name, s]) for s in noisy]
-            look = {"color": colour, "marker": marker, "markersize": 4, "label": label}
-            panel.plot([cost[s] for s in noisy], means, **look)
+            panel.plot([cost[s] for s in noisy], means, markersize=4, **look)
             if 0.0 in asked.noise_multipliers:
                 level = statistics.fmean(found[number, name, 0.0])
-                panel.axhline(level, color=colour, linewidth=0.8, linestyle=":")
+                panel.axhline(level, color=look["color"], linewidth=0.8, linestyle=":")
         panel.set(xscale="log", xlabel="epsilon", ylim=(0, 100))
         panel.set_title(f"{number} clients", fontsize="medium", loc="left")
     axes[0][0].set_ylabel("test accuracy, %")

@@ -72,12 +72,6 @@ def written(sizes: Mapping[str, Sequence[costs.Sent]], known: costs.Coefficients
     return "\n".join(tables.markdown(table, level=3) for table in made)
 
 
-def read_coefficients(out: Path) -> costs.Coefficients:
-    """Read what a run measured."""
-    decode, add, *others = json.loads((out / MEASURED).read_text())
-    return costs.Coefficients(costs.Line(*decode), costs.Line(*add), *others)
-
-
 def _stream(asked: Config, console: Console) -> list[list[Any]]:
     """Merge by the tree before, at scale and after; write each run as it ends, and return all."""
     spawn, shard = multiprocessing.get_context("spawn"), -(-asked.trial // asked.processes)
@@ -85,8 +79,7 @@ def _stream(asked: Config, console: Console) -> list[list[Any]]:
     with tempfile.TemporaryDirectory() as folder:
         paths = tree.write(Path(folder), asked.distinct)
         given = spawn.Barrier(asked.processes), paths, shard
-        pool = ProcessPoolExecutor(asked.processes, spawn, tree.prepare, given)
-        with pool:
+        with ProcessPoolExecutor(asked.processes, spawn, tree.prepare, given) as pool:
             list(pool.map(len, [()] * asked.processes))  # all processes have started and compiled
             rows: list[list[Any]] = []
 
@@ -97,9 +90,8 @@ def _stream(asked: Config, console: Console) -> list[list[Any]]:
                 numbers = found.seconds, found.core_seconds, found.memory
                 rows.append([name, uploads, *map(float, numbers), error, load])
                 records.write_text(asked.out / RUNS, tables.csv_text(_COLUMNS, rows))
-                console.print(
-                    f"{name}: {uploads:,} uploads in {found.seconds:.1f} s", soft_wrap=True
-                )
+                words = f"{name}: {uploads:,} uploads in {found.seconds:.1f} s"
+                console.print(words, soft_wrap=True)
                 return found.seconds
 
             expected = asked.uploads / asked.trial * run("before", asked.trial)

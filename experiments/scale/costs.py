@@ -145,20 +145,15 @@ def of_methods(network: str, sizes: Sequence[Sent], known: Coefficients) -> Tabl
 
 def of_tree(network: str, one: Sent, known: Coefficients) -> Table:
     """Make the table of the trees of a method whose updates add up."""
-    headings = (
-        "devices",
-        "leaf servers",
-        "levels",
-        "sums to the level above",
-        "time above the leaves",
-    )
+    headings = ("devices", "leaf servers", "levels", "sums to the level above")
     lines = []
     for devices in DEVICES:
         found = tree(one, known, devices)
         passed = f"{found.leaves:,} x {_bytes(one.sums or 0)}" if found.levels > 1 else "-"
         row = _power(devices), f"{found.leaves:,}", str(found.levels), passed
         lines.append((*row, _time(found.seconds) if found.levels > 1 else "-"))
-    return Table(f"{network}: trees of servers for {one.name}", headings, lines)
+    title = f"{network}: trees of servers for {one.name}"
+    return Table(title, (*headings, "time above the leaves"), lines)
 
 
 def of_groups(network: str, one: Sent, known: Coefficients) -> Table:
@@ -204,18 +199,7 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
     return f"{value / unit:.3g} {name}"
 
 
-_bytes = partial(
-    _scaled, units=((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-)
-_time = partial(
-    _scaled,
-    units=(
-        (3.156e7, "years"),
-        (8.64e4, "days"),
-        (3600, "h"),
-        (60, "min"),
-        (1, "s"),
-        (1e-3, "ms"),
-        (1e-6, "us"),
-    ),
-)
+_SIZES = ((1e18, "EB"), (1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_LONG = ((3.156e7, "years"), (8.64e4, "days"), (3600, "h"), (60, "min"))
+_bytes = partial(_scaled, units=_SIZES)
+_time = partial(_scaled, units=(*_LONG, (1, "s"), (1e-3, "ms"), (1e-6, "us")))

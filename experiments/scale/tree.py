@@ -64,13 +64,11 @@ def write(folder: Path, number: int, seed: int = 0) -> list[Path]:
     algorithm, params = method()
     random, paths = np.random.default_rng(seed), []
     for client in range(number):
-        moved = {
-            n: np.asarray(x + 0.01 * random.normal(size=x.shape), x.dtype)
-            for n, x in params.items()
-        }
+        noise = {n: 0.01 * random.normal(size=x.shape) for n, x in params.items()}
+        moved = {n: np.asarray(x + noise[n], x.dtype) for n, x in params.items()}
         fisher = {n: random.exponential(size=x.shape).astype(np.float32) for n, x in params.items()}
-        update = {"params": moved, "fisher": fj.fisher.Diagonal(fisher)}
-        update = fj.algorithms.Update(update, algorithm.kind)
+        values = {"params": moved, "fisher": fj.fisher.Diagonal(fisher)}
+        update = fj.algorithms.Update(values, algorithm.kind)
         paths.append(folder / f"{client}.safetensors")
         about = {"algorithm": METHOD, "client": str(client), "examples": client + 1}
         fj.files.save_update(paths[-1], update, **about)
@@ -107,10 +105,9 @@ def run(pool: Executor, paths: Sequence[Path], uploads: int, shard: int = SHARD)
     shards = [range(i, min(i + shard, uploads)) for i in range(0, uploads, shard)]
     totals, number, core_seconds, memory = None, 0, 0.0, 0
     for added in pool.map(partial(add_shard, paths), shards):
-        # In float64: as many sums as there are shards.
-        totals = added.sums if totals is None else totals
-        if number == 0:
-            totals = jax.tree.map(lambda x: np.asarray(x, float), totals)
+        if totals is None:
+            # In float64: as many sums as there are shards.
+            totals = jax.tree.map(lambda x: np.asarray(x, float), added.sums)
         else:
             totals = jax.tree.map(np.add, totals, added.sums)
         number += added.number

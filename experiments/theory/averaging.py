@@ -106,17 +106,15 @@ n chi^2 SNR^4 d / M: {", ".join(f"{x:.3g}" for x in strengths)}; alone {alone:.3
 """
 
 
-def _curves(setting: Setting, found: Found, path: Path) -> str:
+def _curves(_: Setting, found: Found, path: Path) -> str:
     """Draw losses and accuracies of client 1 over rounds, and tabulate those of all clients."""
     figure, panels = figures.canvas(11, 3.6, columns=4, grid="both")
     for axes, field in zip(panels, History._fields[:4], strict=True):
         for way, history in found.items():
             words, colour = WAYS[way]
-            values = getattr(history, field)[:, :, 0]
-            rounds = np.arange(1, setting.rounds + 1)
-            axes.plot(rounds, values.mean(0), color=colour, label=words)
-            ends = values.min(0), values.max(0)
-            axes.fill_between(rounds, *ends, color=colour, alpha=0.15, linewidth=0)
+            of_rounds = getattr(history, field)[:, :, 0].T.tolist()
+            series = dict(enumerate(of_rounds, start=1))
+            figures.curve(axes, series, color=colour, label=words)
         axes.set(xlabel="round", title=field.replace("_", " "))
         if "loss" in field:
             axes.set_yscale("log")

@@ -13,9 +13,9 @@ from experiments.attack import __main__ as attack
 from experiments.attack import gan, inversion
 from experiments.attack.inversion import Seen
 from experiments.attack.runs import Config, split
+from experiments.harness import tasks
 from experiments.harness.config import Data
 
-WHOLE = inversion.Pixels((0.0,), (1.0,))
 HOW = SimpleNamespace(
     digit=1, images=3, restarts=2, steps=20, learning_rate_of_noise=0.3, factor_weight=0.0
 )
@@ -24,6 +24,10 @@ TINY = (
     *("--channels", "4", "2", "2", "--images", "4", "--restarts", "1", "--steps", "2"),
     *("--judge-epochs", "1", "--views", "aggregate+sum", "merged", "dp_sgd"),
 )
+
+
+def whole(images):
+    return images
 
 
 def test_a_transposed_convolution_is_the_transpose_of_lax(x64):
@@ -54,7 +58,7 @@ def world():
 @pytest.mark.long
 def test_images_are_of_the_class_and_as_bright_as_noise_allows(world):
     network, model, weights = world
-    images = inversion.inverted(HOW, model, network, Seen(weights), WHOLE, jax.random.key(1))
+    images = inversion.inverted(HOW, model, network, Seen(weights), whole, jax.random.key(1))
     outputs = model.apply(weights, images)
     assert (outputs.argmax(1) == HOW.digit).all()
     # The best there is: noise of +-1, whichever each weight asks for.
@@ -71,7 +75,7 @@ def test_of_several_starts_the_surest_counts(world):
 
     def surprise(restarts):
         how = SimpleNamespace(**vars(HOW) | {"restarts": restarts, "steps": 1})
-        images = inversion.inverted(how, model, network, Seen(weights), WHOLE, jax.random.key(1))
+        images = inversion.inverted(how, model, network, Seen(weights), whole, jax.random.key(1))
         return -jax.nn.log_softmax(model.apply(weights, images))[:, HOW.digit]
 
     # The first starts are the same.
@@ -82,7 +86,7 @@ def test_of_several_starts_the_surest_counts(world):
 
 def test_pixels_are_those_that_networks_train_on():
     train, _ = fj.datasets.load("digits")
-    pixels = inversion.Pixels(train.mean, train.std)
+    pixels = tasks.standardizer(train)
     expected = fj.datasets.normalizer(train)(train.inputs[:9])
     found = pixels(jnp.asarray(train.inputs[:9], jnp.float32) / train.scale)
     np.testing.assert_allclose(found, expected, atol=1e-6)
@@ -97,7 +101,7 @@ def test_factors_pull_images_to_those_that_have_them(world):
 
     def distance(weight):
         how = SimpleNamespace(**vars(HOW) | {"factor_weight": weight, "steps": 60})
-        found = inversion.inverted(how, model, network, seen, WHOLE, jax.random.key(1))
+        found = inversion.inverted(how, model, network, seen, whole, jax.random.key(1))
         own = fj.fisher.kfac(model, weights, fj.Examples(found))
         return float(inversion.mismatch(own, seen.factors))
 

@@ -19,7 +19,7 @@ from typing import Literal
 from rich.console import Console
 
 from experiments.flower.load import report, runs
-from experiments.harness import commands, folders, records
+from experiments.harness import commands, folders, limits, records
 
 PROGRAM = "experiments.flower.load"
 
@@ -47,11 +47,9 @@ class Config:
 
 
 def _check(asked: Config) -> None:
-    commands.check_list(asked, "nodes", "sizes")
-    for option in ("nodes", "repeats", "epochs"):
-        commands.check(asked, option, "1 or more", lambda number: number >= 1)
     commands.check(asked, "rounds", "2 or more", lambda number: number >= 2)
     commands.check(asked, "sizes", "0.01 or more", lambda size: size >= 0.01)
+    limits.check_options(asked)
 
 
 @commands.command(PROGRAM, __doc__, Config, _check, all_cores=lambda _: False, cached=False)

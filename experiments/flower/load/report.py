@@ -28,28 +28,19 @@ def report(asked: Any, rows: Sequence[Measured], program: str, console: Console)
     for (work, nodes, size), own in cases.items():
         by = tables.gathered((row.strategy, row) for row in own)
         name = f"{nodes} {work}, {size:g} MB"
-        for strategy in STRATEGIES:
-            lines.append((name, strategy, *_cells(by[strategy])))
-        ours, theirs = (_sums(by[strategy]) for strategy in STRATEGIES)
-        low, middle, high = quotient(ours, theirs)
-        compared.append(
-            (f"{nodes} {work}, {size:g} MB", f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}")
-        )
-    headings = ("nodes", "strategy", "rounds", "start", "import", "compile", "work", "transfer")
+        lines += [(name, strategy, *_cells(by[strategy])) for strategy in STRATEGIES]
+        sums = ([x.train + x.transfer + x.aggregate for x in by[own]] for own in STRATEGIES)
+        low, middle, high = quotient(*sums)
+        compared.append((name, f"{middle:.3f}", f"{low:.3f}", f"{high:.3f}"))
+    headings = (
+        *("nodes", "strategy", "rounds", "start", "import", "compile", "work", "transfer"),
+        *("aggregation", "memory", "superlink", "wire"),
+    )
     shown = [
-        tables.Table(
-            "Load on Flower",
-            (*headings, "aggregation", "memory", "superlink", "wire"),
-            lines,
-            text=2,
-        ),
+        tables.Table("Load on Flower", headings, lines, text=2),
         tables.Table("fisherjax over Flower", ("nodes", "quotient", "from", "to"), compared),
     ]
     studies.report(asked, program, shown, {}, console, words=_WORDS, heading="Load on Flower")
-
-
-def _sums(rows: Sequence[Measured]) -> list[float]:
-    return [row.train + row.transfer + row.aggregate for row in rows]
 
 
 def _cells(rows: Sequence[Measured]) -> list[str]:

@@ -1,7 +1,6 @@
 """Run Flower on this machine and collect what the server measured."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import shutil
@@ -102,12 +101,12 @@ def _flower(asked: Any, nodes: int, size: float) -> Iterator[tuple[Proxy, int]]:
             options = supernodes.Config(
                 insecure=True,
                 superlink=f"127.0.0.1:{proxy.port}",
+                first=node,
                 port=asked.port + 1 + node,
                 folder=folder / "nodes",
                 node_config=(own,),
             )
-            # Each has the number of the loop as its own, and the ports count from it.
-            command = supernodes.flower_command(dataclasses.replace(options, first=node), node)
+            command = supernodes.flower_command(options, node)
             environment = processes.environment(folder / "nodes" / str(node))
             # As in a second process of a client, programs are there.
             environment["JAX_COMPILATION_CACHE_DIR"] = str((folder / "programs").absolute())

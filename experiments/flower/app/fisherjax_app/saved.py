@@ -15,13 +15,7 @@ from fisherjax.flower import ServerState
 
 STATE, ROUNDS, MODEL, CONFIG = "state.safetensors", "rounds.jsonl", "model.safetensors", "run.json"
 _MAY_DIFFER = (
-    "rounds",
-    "timeout",
-    "connect",
-    "min-replies",
-    "max-weight",
-    "data-dir",
-    "folder",
+    *("rounds", "timeout", "connect", "min-replies", "max-weight", "data-dir", "folder"),
     "verifiers",
 )
 
