@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import os
 import shlex
 import signal
 import sys
@@ -220,8 +221,12 @@ def command(
             except KeyboardInterrupt as stop:
                 again = shlex.join(["python", "-m", *program.split(), *arguments])
                 more = f"; the same command continues it:\n  {again}" if continues else "."
-                print(f"Interrupted. What was finished is kept{more}")
-                return 143 if stop.args == (signal.SIGTERM,) else 130
+                print(f"Interrupted. What was finished is kept{more}", flush=True)
+                status = 143 if stop.args == (signal.SIGTERM,) else 130
+                if alone:
+                    # Before it exits, Python would wait for what XLA computes, minutes of training.
+                    os._exit(status)
+                return status
             return 0
 
         return main

@@ -120,8 +120,8 @@ def measured(
     """Merge the clients of a seed by a method, and test the merged network on every domain."""
     groups = [(domain,) for domain in asked.domains] if asked.num_clients else [asked.domains]
     # Units of the same seed and rank follow one another. Adapters send two kinds of updates, for
-    # merges of factors and of products.
-    of_seed, most = lru_cache(len(groups))(partial(_seed, asked)), max(2, len(groups))
+    # merges of factors and of products; four domains' would take gigabytes.
+    of_seed = lru_cache(1)(partial(_seed, asked))
     sent: dict[tuple, tuple[Update, float]] = {}
     for seed, name in studies.each(console, missing, lambda unit: f"seed {unit[0]}, {unit[1]}"):
         first, options = name.partition("@")[0], names.options_in(name)
@@ -135,7 +135,7 @@ def measured(
                 method = _method(asked, first, options, of.clients)
                 key = domains, seed, rank, method.summarize, method.kind
                 if key not in sent:
-                    while len(sent) >= most:
+                    while len(sent) > 1:
                         del sent[next(iter(sent))]
                     sent[key] = _sent(of, method, seed)
                 found = _merged(asked, of, method, *sent[key])

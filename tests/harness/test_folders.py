@@ -493,11 +493,10 @@ def test_what_a_killed_process_was_writing_is_removed(tmp_path):
     assert found == {"models", "clients", "a", "mine.partial"}
 
 
-# Writes until it is terminated, through the functions of every command.
-WRITER = """
+COMMAND = """
 import dataclasses
-import time
 from pathlib import Path
+import jax
 from experiments.harness import commands, records
 
 @dataclasses.dataclass(frozen=True)
@@ -507,15 +506,28 @@ class Config:
     out: Path = Path("runs")
     \"\"\"Folder.\"\"\"
 
-@commands.command("experiments.writer", "Write.", Config)
+@commands.command("experiments.command", "Run until it is terminated.", Config)
 def main(asked, console):
     with records.folder(asked.out):
-        while True:
-            records.write_bytes(asked.out / "large.bin", bytes(50_000_000))
-            print("written", flush=True)
+        {}
 
 raise SystemExit(main())
 """
+WRITER = COMMAND.format(
+    """
+        while True:
+            records.write_bytes(asked.out / "large.bin", bytes(50_000_000))
+            print("written", flush=True)
+    """
+)
+COMPUTER = COMMAND.format(
+    """
+        square = lambda _, x: jax.numpy.tanh(x @ x)
+        found = jax.jit(lambda x: jax.lax.fori_loop(0, 2**31 - 1, square, x))(jax.numpy.eye(99))
+        print("computing", flush=True)
+        found.block_until_ready()
+    """
+)
 
 
 @pytest.mark.long
@@ -532,6 +544,21 @@ def test_a_terminated_process_leaves_whole_files_and_nothing_beside_them(tmp_pat
         assert [path.name for path in tmp_path.iterdir()] == ["large.bin"]
     assert (tmp_path / "large.bin").read_bytes() == bytes(50_000_000)
     assert ("the same command continues it" in left) == (sent == signal.SIGTERM)
+
+
+@pytest.mark.long
+def test_a_terminated_process_does_not_wait_for_a_program_that_runs_for_hours(tmp_path):
+    words = [sys.executable, "-c", COMPUTER, "--out", str(tmp_path)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        while "computing" not in process.stdout.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        try:
+            left, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 143
+    assert "the same command continues it" in left
 
 
 # Variants and files of one's own
