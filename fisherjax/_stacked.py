@@ -47,4 +47,6 @@ def plain_sum(stacked: Any, present: Array) -> Any:
 
     halves = jax.tree.map(leading, stacked)
     rest = tree.weighted_sum(jax.tree.map(jnp.subtract, stacked, halves), present)
-    return jax.tree.map(jnp.add, tree.weighted_sum(halves, present), rest)
+    # Without the barrier, XLA of jaxlib 0.7 adds the halves up again before it sums over clients.
+    both = jax.lax.optimization_barrier((tree.weighted_sum(halves, present), rest))
+    return jax.tree.map(jnp.add, *both)

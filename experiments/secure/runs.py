@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from optax.tree_utils import tree_size
 from rich.console import Console
 
 import fisherjax as fj
@@ -50,7 +49,7 @@ def measured(asked: Config, console: Console) -> Iterator[Measurement]:
     task, federation, start, trained = trained_clients.clients(asked, ("fedfisher_kfac",), console)
     weights, solver = federation.weights, fj.solvers.conjugate_gradients(1e-6, 500)
     # The size of a model is that of an upload of federated averaging.
-    size = tree_size(steps.changed(trained)) // federation.num_clients
+    size = _numbers(steps.changed(trained)) // federation.num_clients
     method = fj.algorithms.fedfisher(task.model)
     with console.status("Fisher information"):
         key = jax.random.key(asked.seed)
@@ -62,7 +61,7 @@ def measured(asked: Config, console: Console) -> Iterator[Measurement]:
         gap = jax.tree.map(jnp.subtract, merged, against)
         distance = math.sqrt(fj.tree.inner(gap, gap) / fj.tree.inner(against, against))
         accuracy = float(task.accuracy(merged, task.test))
-        found = Measurement(way, terms, damping, accuracy, distance, tree_size(sent) / size)
+        found = Measurement(way, terms, damping, accuracy, distance, _numbers(sent) / size)
         console.print(*found)
         return found
 
@@ -95,3 +94,7 @@ def measured(asked: Config, console: Console) -> Iterator[Measurement]:
             )
             way = f"{MASKED}, {bits} bits"
             yield measure(way, terms, damping, merged, against, [own[0]] * (bits // 32))
+
+
+def _numbers(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
