@@ -5,7 +5,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fisherjax import tree
 from fisherjax.typing import Array
 
 
@@ -32,21 +31,25 @@ def shapes_of_one(stacked: Any) -> Any:
 def plain_sum(stacked: Any, present: Array) -> Any:
     """Sum leaves [M, ...] over the clients with `present` [M] one and not zero, nearly exactly.
 
-    The leading halves of the digits of up to 4,096 float32 numbers of one size add up without
-    rounding. Rounding that `tree.weighted_sum` leaves in a sum of thousand models is as large as
-    their changes from a common start.
+    What rounding takes from each addition is added later (Kahan, Communications of the ACM 1965).
+    In a sum of a thousand models, `tree.weighted_sum` loses as much as they changed from a common
+    start.
 
     Example:
         >>> print(plain_sum({"w": jnp.full(1000, 0.1)}, jnp.ones(1000))["w"])
         100.0
     """
 
-    def leading(x: Array) -> Array:
-        form = jnp.finfo(x.dtype)
-        return jax.lax.reduce_precision(x, form.nexp, form.nmant // 2)
+    def add(sums: tuple[Any, Any], one: tuple[Any, Array]) -> tuple[tuple[Any, Any], None]:
+        (total, lost), (x, weight) = sums, one
+        new = jax.tree.map(lambda x, lost: x * weight.astype(lost.dtype) - lost, x, lost)
+        after = jax.tree.map(jnp.add, total, new)
+        lost = jax.tree.map(lambda after, total, new: (after - total) - new, after, total, new)
+        return (after, lost), None
 
-    halves = jax.tree.map(leading, stacked)
-    rest = tree.weighted_sum(jax.tree.map(jnp.subtract, stacked, halves), present)
-    # Without the barrier, XLA of jaxlib 0.7 adds the halves up again before it sums over clients.
-    both = jax.lax.optimization_barrier((tree.weighted_sum(halves, present), rest))
-    return jax.tree.map(jnp.add, *both)
+    def zeros(x: Array) -> Array:
+        return jnp.zeros(x.shape[1:], jnp.promote_types(x.dtype, jnp.float32))
+
+    zero = jax.tree.map(zeros, stacked)
+    (total, lost), _ = jax.lax.scan(add, (zero, zero), (stacked, present))
+    return jax.tree.map(jnp.subtract, total, lost)
