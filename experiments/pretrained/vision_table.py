@@ -10,11 +10,9 @@ Source: Jhunjhunwala, Wang, Joshi, FedFisher, AISTATS 2024, Table 3.
 
 import dataclasses
 import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -28,14 +26,13 @@ from experiments.harness import (
     commands,
     decoded,
     drawings,
-    figures,
     folders,
     records,
     studies,
-    tables,
 )
-from experiments.pretrained import models, paired, weights
+from experiments.pretrained import models, paired, vision_rows, weights
 from experiments.pretrained.networks import NETWORKS
+from experiments.pretrained.vision_rows import REFERENCES, Measurement, Unit
 from fisherjax.clients import Federation
 from fisherjax.training import Trained
 from fisherjax.typing import Examples, Model, Params
@@ -60,8 +57,6 @@ CASES = {
     "efficientnet_lite0-mnist": Case("efficientnet_lite0", "mnist", 10),
     "efficientnet_lite0-omniglot": Case("efficientnet_lite0", "omniglot", 50),
 }
-REFERENCES = {"start": "the start", "own": "a client's own model", "ensemble": "ensemble"}
-"""Rows that are no merge."""
 Start = Literal["pretrained", "scratch"]
 
 
@@ -111,31 +106,6 @@ class Config:
     """Folder for the results; an unfinished run there continues."""
 
 
-Unit = tuple[str, str, int, str]
-"""Case, start, seed and method."""
-
-
-class Measurement(NamedTuple):
-    """One accuracy on the test images, a fraction; see `studies`.
-
-    `bytes` is what a client sends. `seconds` are those of all summaries, the merge and exchanges,
-    compilation included; of the clients' own models they are those of training.
-    """
-
-    case: str
-    start: str
-    seed: int
-    algorithm: str
-    accuracy: float
-    bytes: int
-    seconds: float
-
-    @property
-    def unit(self) -> Unit:
-        """The unit that the measurement belongs to."""
-        return self.case, self.start, self.seed, self.algorithm
-
-
 class Clients(NamedTuple):
     """The clients of a case, start and seed, trained in so many seconds."""
 
@@ -176,7 +146,7 @@ def run(asked: Config, program: str, console: Console) -> None:
         found = studies.completed(asked, program, found, units(asked), one, console)
         heading = "Fine-tuned networks for images, merged in one round: accuracy %"
         how = {"words": paired.words("seeds and cases"), "heading": heading}
-        studies.report(asked, program, _tables(asked, found), {}, console, **how)
+        studies.report(asked, program, vision_rows.summary(asked.starts, found), {}, console, **how)
 
 
 def measured(
@@ -290,32 +260,3 @@ def _exchanged(
 
 def _accuracy(of: Clients, params: Params) -> float:
     return float(fj.metrics.accuracy(of.model, params, of.test, batch_size=250))
-
-
-def _tables(asked: Config, found: Sequence[Measurement]) -> list[tables.Table]:
-    """Return a table of each case, and one of their means if there are several."""
-    cases = tables.gathered((one.case, one) for one in found)
-    cases |= {f"mean of {len(cases)} cases": [*found]} if len(cases) > 1 else {}
-    return [_table(asked, case, ones) for case, ones in cases.items()]
-
-
-def _table(asked: Config, title: str, found: Sequence[Measurement]) -> tables.Table:
-    """Return accuracies from each start, compared with others, and bytes and seconds."""
-    merged = tables.gathered((x.start, x) for x in found if x.algorithm not in REFERENCES)
-    how = attrgetter("algorithm"), attrgetter("case", "seed")
-    against = {start: paired.compared(ones, *how) for start, ones in merged.items()}
-    lines = []
-    for name, own in tables.gathered((one.algorithm, one) for one in found).items():
-        cells = []
-        for start in asked.starts:
-            ones = [one for one in own if one.start == start]
-            seeds = tables.gathered((one.seed, 100 * one.accuracy) for one in ones)
-            mean = tables.spread([*map(statistics.fmean, seeds.values())])
-            cells += [mean, against.get(start, {}).get(name, "-")]
-        size = statistics.fmean(one.bytes for one in own)
-        seconds = tables.spread([one.seconds for one in own], 0)
-        label = REFERENCES.get(name) or figures.label(name)
-        lines.append((label, *cells, tables.size(size) if size else "-", seconds))
-    headings = [heading for start in asked.starts for heading in (start, paired.HEADING)]
-    all_of = ("method", *headings, "bytes", "seconds")
-    return tables.Table(title, all_of, lines, dim=range(len(REFERENCES)))
