@@ -276,6 +276,22 @@ def test_names_that_do_not_exist_are_noticed(links, name):
     assert not links.exists(links.documented_name(f"fisherjax.{name}"))
 
 
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(r"^\|.*(?:\n\|.*)*", re.MULTILINE)
+RULE = re.compile(r"\|(?: ?:?-+:? ?\|)+")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+def test_every_table_has_a_heading_and_rows_of_its_width(path):
+    for table in TABLE.findall(FENCED.sub("", path.read_text())):
+        lines = table.splitlines()
+        assert len(lines) > 2, lines
+        assert RULE.fullmatch(lines[1]), lines[1]
+        # A bar inside of code is written as \\|.
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in lines}
+        assert len(widths) == 1, table
+
+
 def test_the_page_on_installation_lists_every_package_and_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base, extras = (
