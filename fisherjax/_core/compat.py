@@ -1,20 +1,22 @@
 """Patch kfac-jax 0.0.8, so that it runs on current JAX and always traces the same program.
 
 kfac-jax 0.0.8, the newest release, is older than three changes of JAX, and on every version it
-writes the equations of a program in the order of addresses in memory. The patches change only the
-modules of kfac-jax; `jax` gets two names while kfac-jax is imported and loses them afterwards. No
-other file touches the internals of kfac-jax. A test in `tests/core/test_compat.py` fails once a
-newer kfac-jax needs no patch; then remove this file.
+writes the equations of a program in the order of addresses in memory. It also imports distrax, and
+with it TensorFlow Probability, for distributions that nothing here asks for; they are imported when
+something does. The patches change only the modules of kfac-jax; `jax` gets two names while kfac-jax
+is imported and loses them afterwards. No other file touches the internals of kfac-jax. A test in
+`tests/core/test_compat.py` fails once a newer kfac-jax needs no patch; then remove this file.
 """
 
 import collections
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import re
 import sys
 import traceback
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +28,7 @@ import jax.extend.core
 import jax.extend.source_info_util
 
 _KFAC_JAX = importlib.metadata.version("kfac-jax")
+_DISTRAX = "distrax"
 # Names that kfac-jax reads from jax.core, but that jax 0.11 has only in jax.extend.core.
 _READ_AT_IMPORT = "DebugInfo", "Effects"
 _READ_LATER = "DropVar", "gensym", "new_jaxpr_eqn", "no_effects", "unsafe_get_axis_names_DO_NOT_USE"
@@ -50,7 +53,7 @@ def import_kfac_jax() -> ModuleType:
     """
     moved = is_patch_needed() and _numbers(jax.__version__) >= (0, 11)
     try:
-        with _names_at_import() if moved else contextlib.nullcontext():
+        with _names_at_import() if moved else contextlib.nullcontext(), _without_distrax():
             import kfac_jax
     # A package that is too old for this jax may raise an error of any type.
     except Exception as error:
@@ -130,6 +133,29 @@ def _names_at_import() -> Iterator[None]:
             delattr(jax.core, name)
 
 
+@contextlib.contextmanager
+def _without_distrax() -> Iterator[None]:
+    """Let kfac-jax import distrax only when a distribution is asked of one of its losses.
+
+    Importing it takes two thirds of the time that kfac-jax takes, and TensorFlow Probability fails
+    to import on a new JAX before anything else does.
+    """
+    if _DISTRAX in sys.modules or "kfac_jax" in sys.modules or _numbers(_KFAC_JAX) > (0, 0, 8):
+        yield
+        return
+    # Classes of that name serve in annotations, which Python evaluates at once.
+    sys.modules[_DISTRAX] = stand_in = _module(_DISTRAX, lambda name: type(name, (), {}))
+    try:
+        yield
+    finally:
+        if sys.modules.get(_DISTRAX) is stand_in:
+            del sys.modules[_DISTRAX]
+    from kfac_jax._src import loss_functions
+
+    later = _module(_DISTRAX, lambda name: getattr(importlib.import_module(_DISTRAX), name))
+    _set(loss_functions, distrax=later)
+
+
 def _patch_core() -> None:
     """Replace `jax.core` in kfac-jax's modules by one with the names that jax 0.11 removed.
 
@@ -174,9 +200,16 @@ def _set(module: ModuleType, **names: Any) -> None:
 
 def _view(module: ModuleType, **names: Any) -> ModuleType:
     """Return a module with these names, which looks up all other names in `module`."""
-    view = ModuleType(module.__name__)
-    vars(view).update(names, __getattr__=functools.partial(getattr, module))
+    view = _module(module.__name__, functools.partial(getattr, module))
+    _set(view, **names)
     return view
+
+
+def _module(name: str, look_up: Callable[[str], Any]) -> ModuleType:
+    """Return a module whose names are looked up by a function."""
+    module = ModuleType(name)
+    _set(module, __getattr__=look_up)
+    return module
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -98,16 +98,14 @@ for structure in (fj.fisher.kfac, fj.fisher.diagonal, fj.fisher.full):
 @pytest.mark.parametrize(
     ("package", "code", "said"),
     [
-        ("tensorflow_probability", "raise ValueError('too old')", "with ValueError: too old"),
-        ("tensorflow_probability", "import jax; jax.long_gone", "with AttributeError: "),
-        ("distrax", "import not_there", "with ModuleNotFoundError: No module named 'not_there'"),
+        ("immutabledict", "raise ValueError('too old')", "with ValueError: too old"),
+        ("immutabledict", "import jax; jax.long_gone", "with AttributeError: "),
+        ("tree", "import not_there", "with ModuleNotFoundError: No module named 'not_there'"),
     ],
 )
 def test_a_package_that_fails_while_kfac_jax_is_imported_is_named(tmp_path, package, code, said):
     """It is no fault of the network, and no Fisher falls back to another way without a word."""
-    folder = tmp_path / package
-    folder.mkdir()
-    (folder / "__init__.py").write_text(code)
+    (tmp_path / f"{package}.py").write_text(code)
     result = run(BROKEN.format(folder=str(tmp_path)))
     lines = result.stdout.splitlines()
     assert len(lines) == 3, result.stdout + result.stderr
@@ -117,6 +115,42 @@ def test_a_package_that_fails_while_kfac_jax_is_imported_is_named(tmp_path, pack
         assert "pip install -U" in line
         assert "layers of this network" not in line
         assert (package in line) or "not_there" in line
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("package", ["distrax", "tensorflow_probability"])
+def test_packages_of_distributions_may_fail(tmp_path, package):
+    """TensorFlow Probability does not import beside a new JAX, and nothing here needs it.
+
+    `BROKEN` prints errors only.
+    """
+    (tmp_path / f"{package}.py").write_text("raise ValueError('too old')")
+    result = run(BROKEN.format(folder=str(tmp_path)))
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+
+
+DISTRIBUTIONS = """
+import sys, jax.numpy as jnp
+from fisherjax._core import compat
+losses = compat.import_kfac_jax().loss_functions
+deferred = "distrax" not in sys.modules
+found = losses.CategoricalLogitsNegativeLogProbLoss(jnp.zeros((2, 3))).dist
+import distrax
+print(deferred, isinstance(found, distrax.Categorical), losses.distrax.Normal is distrax.Normal)
+"""
+
+
+@pytest.mark.long
+def test_kfac_jax_has_the_distributions_of_its_losses_when_it_is_asked():
+    result = run(DISTRIBUTIONS)
+    assert result.stdout.split() == ["True", "True", "True"], result.stderr
+
+
+@pytest.mark.long
+def test_a_distrax_that_is_imported_before_stays():
+    program = "import distrax; mine = distrax.Categorical\n" + DISTRIBUTIONS
+    result = run(program + "print(distrax.Categorical is mine, losses.distrax is distrax)")
+    assert result.stdout.split() == ["False", "True", "True", "True", "True"], result.stderr
 
 
 def test_the_installed_kfac_jax_is_not_mended_yet():
