@@ -292,6 +292,13 @@ def test_every_table_has_a_heading_and_rows_of_its_width(path):
         assert len(widths) == 1, table
 
 
+def test_every_block_of_code_is_opened_and_closed():
+    for path in DOCS.rglob("*.md"):
+        fences = re.findall(r"^ *```(.*)$", path.read_text(), re.MULTILINE)
+        assert len(fences) % 2 == 0, path
+        assert not any(fences[1::2]), path  # a fence that closes names no language
+
+
 def test_the_page_on_installation_lists_every_package_and_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     base, extras = (
