@@ -34,6 +34,9 @@ def test_the_first_merge_runs_and_prints_the_numbers_that_stand_under_it(run_pag
         return float(fj.metrics.accuracy(model, params, names["examples"], **how).mean())
 
     found = {"FedFisher": accuracy(names["merged"]), "better": accuracy(names["better"])}
+    (code,) = blocks(ROOT / "docs/how_to/secure.md")
+    exec(code, masked := dict(names))
+    assert abs(accuracy(masked["merged"]) - found["FedFisher"]) < 0.006
     found["client"] = accuracy(trained.models, stacked=True)
     for name in ("fedavg", "regmean"):
         method = fj.algorithms.make(name, model)
@@ -57,6 +60,28 @@ def test_the_first_merge_runs_and_prints_the_numbers_that_stand_under_it(run_pag
 
 def test_the_readme_begins_as_the_first_merge():
     assert blocks(ROOT / "README.md") == blocks(FIRST)[:1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("pages", "said"),
+    [
+        (("how_to/clients_on_disk",), ()),
+        (("how_to/privacy", "how_to/private_sums"), ("6.57", "2.33")),
+        pytest.param(
+            ("methods/unit_matching", "methods/dense"),
+            ("{'dense1': (64, 67), 'dense2': (67, 67), 'dense3': (67, 10)}", "(192, 8, 8, 1)"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_pages_that_continue_others_run_and_print_what_they_say(pages, said, run_page, capsys):
+    pages = [ROOT / f"docs/{page}.md" for page in pages]
+    run_page(*pages)
+    printed, text = capsys.readouterr().out, "".join(page.read_text() for page in pages)
+    for words in said:
+        assert words in printed
+        assert words in text
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ def test_seeds_at_once_are_seeds_alone(page):
 
 @pytest.mark.slow
 def test_every_framework_is_covered(page):
-    for framework in ("", "linen_", "nnx_", "eqx_"):
+    for framework in ("", "linen_", "nnx_", "eqx_", "haiku_"):
         model, params = (getattr(page, framework + name) for name in ("model", "params"))
         found = page.fj.fisher.kfac(model, params, page.examples)
         assert found.coverage == 1

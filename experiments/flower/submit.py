@@ -40,7 +40,7 @@ class Config(links.Security):
     model: str = "mlp"
     """Network: mlp, lenet or simple_cnn; the last two take images of at least 16 x 16 pixels."""
     method: str = "fedfisher_kfac"
-    """Method that merges; python -m fisherjax lists them."""
+    """Method that merges; docs/reference/methods.md lists them."""
     num_clients: int = 2
     """Number of clients; client I is the node with partition-id=I."""
     alpha: float = 0.5
