@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,6 +204,7 @@ def command(
                     devices.one_per_core()
                 # What a process that is terminated was writing is removed, as by Ctrl-C.
                 signal.signal(signal.SIGTERM, _terminate)
+                sys.unraisablehook = _interrupt_again
             # A log has no width of its own, and tables are wide.
             width = None if sys.stdout.isatty() else 170
             try:
@@ -236,6 +238,15 @@ def command(
 
 def _terminate(number: int, _: Any) -> None:
     raise KeyboardInterrupt(number)
+
+
+def _interrupt_again(lost: "sys.UnraisableHookArgs") -> None:
+    """Repeat an interruption that Python ignores, as one that comes during a garbage collection."""
+    if not isinstance(lost.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    (number,) = lost.exc_value.args or (signal.SIGINT,)
+    threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
 
 
 def _compiled_programs(alone: bool, keeps: bool) -> contextlib.AbstractContextManager[str]:

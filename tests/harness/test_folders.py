@@ -529,6 +529,16 @@ COMPUTER = COMMAND.format(
     """
 )
 
+COLLECTOR = COMMAND.format(
+    """
+        import gc, os, signal, time
+        sent = iter([signal.SENT])
+        gc.callbacks.append(lambda *_: [os.kill(os.getpid(), one) for one in sent])
+        gc.collect()
+        time.sleep(300)
+    """
+)
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
@@ -559,6 +569,16 @@ def test_a_terminated_process_does_not_wait_for_a_program_that_runs_for_hours(tm
             process.kill()
     assert process.returncode == 143
     assert "the same command continues it" in left
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sent", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_during_a_garbage_collection_ends_a_process(tmp_path, sent, status):
+    """Python ignores what a callback of the garbage collection raises."""
+    words = [sys.executable, "-c", COLLECTOR.replace("SENT", sent), "--out", str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert "the same command continues it" in done.stdout
 
 
 # Variants and files of one's own
