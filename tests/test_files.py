@@ -424,6 +424,7 @@ def _saved(path, tree):
             ValueError,
             "has the keys conv/weight, but the leaves are conv/b",
         ),
+        (dict.fromkeys(map("{:02}".format, range(25)), "x"), ValueError, "18, 19, and 5 more, but"),
         ({"conv/bias": 3}, TypeError, "has 3 for 'conv/bias'; expected the name in the file"),
         ({"conv/bias": ("0.bias", 0)}, TypeError, r"has \('0.bias', 0\) for 'conv/bias'"),
         ({"conv/bias": ("b", (0.0,))}, TypeError, "expected the name in the file, or a pair"),

@@ -91,6 +91,20 @@ def test_means_far_from_zero_keep_their_digits(momentum):
     np.testing.assert_allclose(found["within"], within, rtol=1e-3)
 
 
+class NormFirst(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(3)(nn.BatchNorm(not train, name="norm")(x).mean((1, 2)))
+
+
+@pytest.mark.parametrize("channel", [0, 2])
+def test_one_channel_of_images_that_is_far_from_zero_is_seen(channel):
+    far = 1000 * np.eye(3, dtype=np.float32)[channel]
+    images = RANDOM.normal(size=(8, 5, 6, 3)).astype(np.float32) + far
+    shift = fj.networks.init(NormFirst(), KEY, images)["moments"]["norm"]["shift"]
+    np.testing.assert_allclose(shift, far, atol=1)
+
+
 def test_a_client_with_an_input_that_is_no_number_is_named():
     inputs = INPUTS.copy()
     inputs[9] = np.nan
