@@ -136,9 +136,14 @@ def instance(name: str, value: Any, kind: type, expected: str) -> None:
 
 
 def function(name: str, value: Any, example: str) -> None:
-    """Check that a value can be called."""
+    """Check that a value can be called, and is hashable, as programs are compiled for it."""
+    expected = f"expected a function such as {example}"
     if not callable(value):
-        raise TypeError(f"{name} is {value!r}; expected a function such as {example}.")
+        raise TypeError(f"{name} is {value!r}; {expected}.")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} has no hash ({error}); {expected}, arrays in params.") from error
 
 
 def optimizer(name: str, value: Any) -> None:
@@ -168,10 +173,7 @@ def model(value: Model) -> None:
     """Check that a value is a `Model` and that its fields have the right types."""
     instance("model", value, Model, "fisherjax.Model(apply, likelihood)")
     function("apply", value.apply, "apply(params, inputs) -> outputs")
-    if not isinstance(value.likelihood, Likelihood):
-        raise TypeError(
-            f"likelihood is {value.likelihood!r}; expected one such as likelihoods.categorical."
-        )
+    instance("likelihood", value.likelihood, Likelihood, "one such as likelihoods.categorical")
     if value.apply_train is not None:
         function("apply_train", value.apply_train, "apply_train(params, inputs, key, weights)")
     if value.positions is not None:
@@ -233,8 +235,7 @@ def arrays(params: Params, what: str = "params") -> Params:
 def stacked(params: Params, num_clients: int, what: str = "the stacked params") -> None:
     """Check that every leaf has a leading axis of clients."""
     for name, shape in tree.shapes(params).items():
-        # The shape is sliced, because a scalar has no first axis.
-        if shape[:1] != (num_clients,):
+        if shape[:1] != (num_clients,):  # a scalar has no first axis
             raise ValueError(
                 f"Leaf '{name}' of {what} has shape {shape}; expected a leading axis of "
                 f"{num_clients} clients. Pass a list to give one pytree for each client."

@@ -182,7 +182,9 @@ def disable_faulty_fusion() -> None:
 def _within() -> Iterator[None]:
     token = _WITHIN.set(True)
     try:
-        yield
+        # The library adds numbers of several dtypes and ranks, whatever JAX forbids the user's own.
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
     finally:
         _WITHIN.reset(token)
 

@@ -86,10 +86,38 @@ def outputs(model: Model, params: Params, inputs: Inputs, targets: AnyArray | No
     z = _traced("apply", model.apply, params, tree.shape_of(inputs))
     if getattr(z, "ndim", 0) < 1:
         raise ValueError(f"apply returned {z}; expected outputs [B, C], an array.")
+    if not jnp.issubdtype(z.dtype, jnp.floating):
+        raise TypeError(
+            f"apply returned {z.dtype}; expected floating point, such as logits before an argmax, "
+            "or real and imaginary parts side by side."
+        )
     are_positions(model, inputs, z.shape)
     if targets is not None:
         model.likelihood.check(z.shape, replace_ignored(model, z.shape, targets))
     return z
+
+
+def gradients_stay_apart(params: Params, data: Any) -> None:
+    """Check that the user's `jax.shard_map`, if there is one, keeps each device's gradients apart.
+
+    JAX sums gradients over the devices if these have params in common, but not the data.
+    """
+    axes = frozenset().union(*map(_varying_axes, jax.tree.leaves(data)))
+    if any(not axes <= _varying_axes(leaf) for leaf in jax.tree.leaves(params)):
+        names = ", ".join(map(repr, sorted(axes)))
+        raise ValueError(
+            f"Inside jax.shard_map the data differ along mesh axis {names}, but params do not, so "
+            "that JAX would add up the gradients of all devices; expected those of each device. "
+            "Pass check_vma=False to jax.shard_map, or let fisherjax divide the data: "
+            "clients.shard for clients, or inputs with a NamedSharding for examples."
+        )
+
+
+def _varying_axes(value: Any) -> frozenset[str]:
+    if not is_traced(value):
+        return frozenset()
+    aval: Any = jax.typeof(value)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # the latter before jax 0.10
 
 
 def train_outputs(model: Model, params: Params, inputs: Inputs, batch_size: int) -> None:

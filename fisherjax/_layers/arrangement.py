@@ -115,8 +115,14 @@ def _rows(
     if not isinstance(use.inputs, tuple):
         rows = use.inputs or range(layer.rows)
         return jnp.broadcast_to(jnp.array(rows), (batch, len(rows)))
-    gather = network.equations[use.inputs[0]].params["dimension_numbers"]
-    rows = read[use.inputs][..., gather.start_index_map.index(0)]
+    gather = network.equations[use.inputs[0]].params
+    place = gather["dimension_numbers"].start_index_map.index(0)
+    rows = read[use.inputs][..., place].astype(jnp.int32)
+    # A number outside of the table reads its nearest row, or none, which `layer.rows` stands for.
+    if gather["mode"] == jax.lax.GatherScatterMode.CLIP:
+        rows = jnp.clip(rows, 0, layer.rows - 1)
+    else:
+        rows = jnp.where(rows < 0, layer.rows, rows)
     if use.form == operations.LOOKUP:
         return _arrange(rows, use.input_axes)
     return jnp.broadcast_to(rows.ravel(), (batch, rows.size))

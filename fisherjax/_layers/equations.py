@@ -166,6 +166,21 @@ def names(network: Flat) -> list[str]:
     return [equation.primitive.name for one in every for equation in one]
 
 
+def wiring(network: Flat) -> list[tuple]:
+    """Return for each equation its name and the equations, or arguments, that its operands are of.
+
+    Two traces with the same wiring differ at most in the sizes of their values.
+    """
+    found = []
+    for one in (network, *network.loops.values()):
+        places: dict[Any, tuple] = {v: (-1, i) for i, v in enumerate(one.arguments)}
+        for number, equation in enumerate(one.equations):
+            operands = (None if isinstance(v, Literal) else places.get(v) for v in equation.invars)
+            found.append((equation.primitive.name, *operands))
+            places |= {v: (number, i) for i, v in enumerate(equation.outvars)}
+    return found
+
+
 def variables(operands: Sequence[Any]) -> list[Any]:
     """Return the operands that are variables, without literals, which cannot be hashed."""
     return [v for v in operands if not isinstance(v, Literal)]

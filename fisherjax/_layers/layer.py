@@ -178,6 +178,13 @@ def group(
             layer = Layer(name, bias, shape, outputs, index, form, part_of, groups)
             shifts = _all_uses(held[partner]) if form == "scale" and partner else []
             parts.append(Part(layer, found, shifts))
+    kernels = [part.layer.kernel for part in parts]
+    if len(set(kernels)) < len(kernels):
+        twice = next(name for name in kernels if kernels.count(name) > 1)
+        raise ValueError(
+            f"Two layers are called '{twice}': it is the name of a leaf, and of a part of another "
+            "one. Rename that leaf."
+        )
     # Forward order is the order of the first uses.
     parts.sort(key=lambda part: min(use.tangent[0] for use in (*part.uses, *part.shifts)))
     return parts, {names[leaf]: reason for leaf, reason in sorted(obstacles.items())}

@@ -27,9 +27,20 @@ def mixes_examples(equation: Any, results: list[Any], data: set[Any]) -> bool:
     elif "window_dimensions" in how:
         along = [axis for axis, size in enumerate(how["window_dimensions"]) if size > 1]
     elif name == "conv_general_dilated":
-        along = how["dimension_numbers"].lhs_spec[1:]
+        # An example with a kernel of its own is a group of channels, which are not combined.
+        is_apart = how["feature_group_count"] % MANY == 0
+        along = how["dimension_numbers"].lhs_spec[2 if is_apart else 1 :]
     shapes = [v.aval.shape for v in variables(equation.invars[:1]) if v in data]
     return any(shape[axis] % MANY == 0 for shape in shapes for axis in along)
+
+
+def draws_for_batch(equation: Any) -> bool:
+    """Return whether an equation draws random numbers for all examples by one key, as dropout does.
+
+    The outputs of an example then depend on its place in the batch.
+    """
+    is_draw = equation.primitive.name in ("random_bits", "rng_bit_generator")
+    return is_draw and any(map(has_examples, equation.outvars))
 
 
 def has_examples(variable: Any) -> bool:

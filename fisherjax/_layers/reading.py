@@ -41,23 +41,28 @@ def read_network(
     keep_loops: bool = False,
 ) -> tuple[Flat, uses.Reading]:
     """Return the equations of a network on a minibatch, or on its shape, and the uses in them."""
-    reading, names = _read(apply, params, inputs, read, keep_loops)
-    if views.SHARED in reading.obstacles.values():
-        # Mapped over single examples, a network merges no axis with that of the examples.
+    reading, many = _read(apply, params, inputs, read, keep_loops)
+    # The layers were read at `MANY` examples; this trace can be run on the given ones.
+    network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
+    is_alike = equations.wiring(network) == equations.wiring(many)
+    is_ordered_anew = not is_alike and equations.names(network) == equations.names(many)
+    if is_ordered_anew or views.SHARED in reading.obstacles.values():
+        # Mapped over single examples, a network merges no axis with that of the examples, and
+        # jnp.einsum, which orders its products by their sizes, always orders them alike.
         apart = _one_by_one(apply)
         # It may not take single examples at all.
         with contextlib.suppress(Exception):
             z, alone = (jax.eval_shape(f, params, inputs) for f in (apply, apart))
-            how = partial(read, is_apart=True), keep_loops
-            other, others = _read(apart, params, inputs, *how)
-            if z.shape == alone.shape and len(other.obstacles) < len(reading.obstacles):
-                apply, reading, names = apart, other, others
-    # The layers were read at `MANY` examples; this trace can be run on the given ones.
-    network = equations.flatten(apply, params, inputs, keep_loops=keep_loops)
-    if equations.names(network) != names:
+            other, others = _read(apart, params, inputs, partial(read, is_apart=True), keep_loops)
+            found = equations.flatten(apart, params, inputs, keep_loops=keep_loops)
+            fits = z.shape == alone.shape and equations.wiring(found) == equations.wiring(others)
+            if fits and (is_ordered_anew or len(other.obstacles) < len(reading.obstacles)):
+                return found, other
+    if not is_alike:
         raise LayersNotFoundError(
             f"The network does something else for {num_rows(inputs)} examples than for {MANY}. "
-            "Expected an apply that treats every example alike, however many there are."
+            "Expected an apply that treats every example alike, however many there are, as "
+            "jax.vmap of a function of one example does."
         )
     return network, reading
 
@@ -87,7 +92,7 @@ def _read(
     inputs: Inputs,
     read: Callable[[Flat], uses.Reading] = uses.read,
     keep_loops: bool = False,
-) -> tuple[uses.Reading, list[str]]:
+) -> tuple[uses.Reading, Flat]:
     # Imported outside of the `try`, so that its failure is not reported as one of the network.
     compat.import_kfac_jax()
     many = tree.shape_of(inputs, MANY)
@@ -107,7 +112,9 @@ def _read(
     if reading.mixes_examples:
         raise ValueError(
             "The network computes something over all examples of a batch, like BatchNorm in "
-            "training mode, but the Fisher information is a mean over single examples. Let apply "
-            "use running statistics."
+            "training mode, or draws random numbers for them, like dropout, but the Fisher "
+            "information is a mean over single examples. Let apply use running statistics and no "
+            "random numbers. If it only sorts or splits the batch, then write it for one example "
+            "and map it by jax.vmap."
         )
-    return reading, equations.names(network)
+    return reading, network

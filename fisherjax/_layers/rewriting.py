@@ -53,6 +53,11 @@ def rewrite(equation: Any, operands: Sequence[Value]) -> list[Value] | None:
         sizes = [part.shape[whole.axis] for part in whole.parts]
         is_same = equation.params["axis"] == whole.axis and [*equation.params["sizes"]] == sizes
         return [(part, origin) for part in whole.parts] if is_same else None
+    if name == "unstack" and origin == PARAMS:
+        # Since jax 0.12 a loop over an array is one equation; older versions write such slices.
+        whole, axis = evaluate(values[0]), equation.params["axis"]
+        places = range(whole.shape[axis])
+        return [(jax.lax.index_in_dim(whole, i, axis, keepdims=False), origin) for i in places]
     if len(values) == 1 and is_computed(values[0]):
         result = move(equation, values[0])
     elif origin == PARAMS:

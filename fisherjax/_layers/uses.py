@@ -95,7 +95,7 @@ def read_equation(walk: Walk, number: int, equation: Any) -> bool:
     if not walk.data.isdisjoint(variables(equation.invars)):
         return _read_of_data(walk, number, equation)
     _read_of_params(walk, number, equation)
-    return False
+    return mixing.draws_for_batch(equation)
 
 
 def finish(
@@ -107,7 +107,9 @@ def finish(
     for view in leaves.values():
         _read_rows(walk, view)
         places = {use.index for use in walk.uses if use.leaf == view.leaf}
-        if not places:
+        if 0 in view.shape:
+            walk.obstacles.setdefault(view.leaf, "it has no entries")
+        elif not places:
             walk.obstacles.setdefault(view.leaf, "it is not used by the network")
         elif places != {view.index} and sorted(places) != [(i,) for i in range(view.shape[0])]:
             reason = "not all of it is used, or not in the same way"

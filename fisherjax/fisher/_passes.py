@@ -201,6 +201,7 @@ def check(
     checks.model(model)
     params = checks.arrays(params)
     checks.examples(examples)
+    output_checks.gradients_stay_apart(params, examples)
     checks.count("batch_size", batch_size)
     checks.function("kind", kind, "fisher.true, fisher.sampled or fisher.empirical")
     if key is not None:

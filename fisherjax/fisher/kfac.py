@@ -207,13 +207,14 @@ def _sums(
     (fallback, sharing, model), traced = options, trace(apply, params, x)
     counts = locations.counted(traced, _padding.counted_positions(model, x))
     # This is known while JAX traces, before anything is computed.
-    if traced.uncovered and fallback is None:
-        sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
-        share = sum(sizes[name] for name in traced.uncovered) / sum(sizes.values())
+    sizes = {name: math.prod(shape) for name, shape in tree.shapes(params).items()}
+    uncovered = {name: reason for name, reason in traced.uncovered.items() if sizes[name]}
+    if uncovered and fallback is None:
+        share = sum(sizes[name] for name in uncovered) / sum(sizes.values())
         raise ValueError(
             "K-FAC expects parameters of dense and convolution layers, embeddings, position tables "
             f"and normalisations. These parameters are of another kind, {100 * share:.2g} % of all:"
-            f"\n{_list_reasons(traced.uncovered)}\nPass fallback=fisher.diagonal to give them a "
+            f"\n{_list_reasons(uncovered)}\nPass fallback=fisher.diagonal to give them a "
             "diagonal Fisher, or fallback=fisher.zero to leave them at the weighted mean when "
             "merging, or change the network."
         )

@@ -262,6 +262,7 @@ def _check_summary(
     checks.key(key)
     if algorithm.model is not None:
         checks.model(algorithm.model)
+        output_checks.gradients_stay_apart(trained.params, federation)
         one = leaves.join(*shapes_of_one((trained.params, trained.statistics)), trained.frozen)
         output_checks.outputs(algorithm.model, one, federation.inputs, federation.targets)
 

@@ -174,6 +174,7 @@ def check(
     checks.model(model)
     clients.check(federation)
     checks.floating(params)
+    output_checks.gradients_stay_apart(params, federation)
     checks.mask(model, params)
     checks.optimizer("optimizer", optimizer)
     # Training by dp_sgd draws noise from the key.

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
+import fisherjax as fj
 from fisherjax import _self_check, devices
 from fisherjax._core import compiler
 
@@ -101,6 +103,22 @@ def test_a_call_that_comes_too_late_says_so(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "")
     with pytest.raises(RuntimeError, match=r"already started.*before JAX computes anything"):
         devices.disable_faulty_fusion()
+
+
+def test_users_may_forbid_their_own_arithmetic_to_promote():
+    draw = np.random.default_rng(0).normal
+    params = {"w": draw(size=(3, 2)).astype("float32")}
+    data = draw(size=(6, 3)).astype("float32"), np.array([0, 1] * 3)
+    model = fj.Model(lambda p, x: x @ p["w"], fj.likelihoods.categorical)
+    federation, key = fj.clients.federation(data, [range(3), range(3, 6)]), jax.random.key(0)
+    how = {"optimizer": optax.sgd(0.1), "epochs": 1, "batch_size": 2}
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        trained = fj.training.train(model, params, federation, key=key, **how)
+        method = fj.algorithms.fedfisher(model, fisher=fj.fisher.diagonal)
+        updates = fj.merging.summarize(method, trained, federation, key=key)
+        merged, _, _ = fj.merging.merge(method, params, updates)
+    again, _, _ = fj.merging.merge(method, params, updates)
+    np.testing.assert_array_equal(merged["w"], again["w"])
 
 
 def test_only_programs_that_repeat_are_autotuned_on_a_gpu_unless_the_user_has_chosen(monkeypatch):

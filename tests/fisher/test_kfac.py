@@ -529,6 +529,26 @@ def test_what_is_not_covered_is_refused_by_name_and_reason(trouble):
     assert "fallback=fisher.diagonal" in str(refusal.value)
 
 
+def test_a_leaf_without_entries_needs_no_fallback(x64):
+    def apply(params, x):
+        return x @ params["w"] + x[:, :0] @ params["empty"]
+
+    params, x = {"w": jnp.ones((4, 3)), "empty": jnp.ones((0, 3))}, jnp.eye(4)
+    found = fisher.kfac(Model(apply, likelihoods.gaussian), params, Examples(x))
+    np.testing.assert_allclose(found.factors["w"]["input"], jnp.eye(4) / 4)
+    assert found.diagonal()["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("clip", [2, 0, 0, 1]), ("fill", [1, 0, 0, 0])])
+def test_numbers_outside_of_a_table_count_as_the_rows_that_are_read(mode, rows):
+    def apply(params, x):
+        return params["e"].at[x].get(mode=mode, fill_value=0)[:, 0]
+
+    ids, model = jnp.array([[-9], [0], [9]]), Model(apply, likelihoods.gaussian)
+    found = fisher.kfac(model, {"e": jnp.ones((4, 2))}, Examples(ids))
+    np.testing.assert_allclose(found.factors["e"]["input"], np.array(rows) / 3, rtol=1e-6)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("trouble", ["normed", "nonlinear"])
 def test_fallback_gives_the_rest_a_diagonal_or_nothing(trouble):

@@ -1,5 +1,6 @@
 """Weights, padding, minibatches and bad input, for every structure of the Fisher alike."""
 
+import dataclasses
 from functools import partial
 
 import chex
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from jax.test_util import check_grads
 
 from fisherjax import Examples, Model, clients, fisher, likelihoods
@@ -267,13 +269,36 @@ def test_rows_of_spread_inputs_cannot_be_chosen(mlp, model, structure):
         structure(model, mlp.params, examples)
 
 
+@dataclasses.dataclass
+class Network:
+    """A function without a hash, because it can be compared."""
+
+    def __call__(self, params, x):
+        return x @ params["w"]
+
+
 BAD = {
     "no model": (dict(model=len), TypeError, r"model is a builtin.*fisherjax\.Model\(apply"),
     "apply": (dict(model=Model(3, LIKELIHOOD)), TypeError, "apply is 3; expected a function"),
     "likelihood": (
         dict(model=Model(len, "categorical")),
         TypeError,
-        r"likelihood is 'categorical'; .*likelihoods\.categorical",
+        r"likelihood is a str; .*likelihoods\.categorical",
+    ),
+    "apply without a hash": (
+        dict(model=Model(Network(), LIKELIHOOD)),
+        TypeError,
+        r"apply has no hash .*'Network'.*function such as apply.*arrays in params",
+    ),
+    "integer outputs": (
+        dict(model=Model(lambda p, x: jnp.argmax(x, -1, keepdims=True), LIKELIHOOD)),
+        TypeError,
+        r"apply returned int.*; expected floating point.*argmax",
+    ),
+    "complex outputs": (
+        dict(model=Model(lambda p, x: jnp.fft.fft(x), LIKELIHOOD)),
+        TypeError,
+        r"apply returned complex.*real and imaginary parts",
     ),
     "integer params": (dict(params={"w": np.ones((4, 3), int)}), TypeError, "'w'.*dtype int"),
     "no params": (dict(params={}), ValueError, "no leaves"),
@@ -329,6 +354,22 @@ def test_bad_input_is_refused_with_what_to_do(mlp, model, structure, targets_for
     arguments = {"model": model, "params": mlp.params, "examples": examples._replace(**fields)}
     with pytest.raises(error, match=words):
         structure(**arguments | {"kind": fisher.empirical} | rest)
+
+
+def test_gradients_of_other_devices_are_not_added_up(mlp, model, structure):
+    """Inside `jax.shard_map`, JAX adds up gradients of what all devices have in common."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+
+    def on_each(**how):
+        parts = {"in_specs": (PartitionSpec(), PartitionSpec("rows")), "out_specs": PartitionSpec()}
+        return jax.shard_map(exact, mesh=mesh, **parts, **how)(mlp.params, mlp.inputs)
+
+    def exact(params, x):
+        return structure(model, params, Examples(x), kind=fisher.true)
+
+    with pytest.raises(ValueError, match=r"axis 'rows'.*add up.*check_vma=False"):
+        jax.eval_shape(on_each)
+    assert_close(jax.jit(partial(on_each, check_vma=False))(), exact(mlp.params, mlp.inputs))
 
 
 def test_several_keys_are_refused(mlp, model, structure, key):

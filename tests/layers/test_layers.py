@@ -4,6 +4,8 @@ The law: the gradient of c^T z_n with respect to a layer's matrix V is sum_t a_n
 example n and any c. A network that only looks as if it had a layer breaks it without an error.
 """
 
+import functools
+import re
 from functools import partial
 
 import chex
@@ -77,6 +79,42 @@ NETWORKS = {
     "dense with bias": (
         lambda p, x: jnp.tanh(x @ p["w"] + p["b"]),
         {"w": (4, 3), "b": (3,)},
+        (B, 4),
+        ["w"],
+    ),
+    "products in the order of their sizes": (
+        lambda p, x: jnp.einsum("bi,ij,jk->bk", x, p["w"], p["v"]),
+        {"w": (8, 8), "v": (8, 8)},
+        (B, 8),
+        ["v", "w"],
+    ),
+    "rows outside of the table, clipped": (
+        lambda p, x: jnp.tanh(jnp.take(p["e"], ids(x) - 1, axis=0, mode="clip")).sum(1),
+        {"e": (3, 2)},
+        (B, 4),
+        ["e"],
+    ),
+    "positions outside of the table, clipped": (
+        lambda p, x: jnp.tanh(x + jnp.take(p["t"], jnp.arange(L), axis=0, mode="clip")).sum(1),
+        {"t": (L - 2, 4)},
+        (B, L, 4),
+        ["t"],
+    ),
+    "kernel that each example computes": (
+        lambda p, x: jax.vmap(lambda row: jnp.convolve(row, row[:3] @ p["w"], "same"))(x),
+        {"w": (3, 3)},
+        (B, 6),
+        ["w"],
+    ),
+    "stack of layers, one after the other": (
+        lambda p, x: functools.reduce(lambda h, w: jnp.tanh(h @ w), p["w"], x),
+        {"w": (2, 4, 4)},
+        (B, 4),
+        ["w[0]", "w[1]"],
+    ),
+    "kernel without entries": (
+        lambda p, x: jnp.concatenate([x @ p["w"], x @ p["empty"]], 1),
+        {"w": (4, 3), "empty": (4, 0)},
         (B, 4),
         ["w"],
     ),
@@ -820,6 +858,7 @@ MIXING = {
     "attention over examples": lambda p, x: jax.nn.softmax(x @ x.T) @ x @ p["w"],
     "pooled": lambda p, x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME") @ p["w"],
     "recurrent": lambda p, x: lax.scan(lambda h, row: (h + row, h), x[0], x)[1] @ p["w"],
+    "dropout": lambda p, x: (x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)) @ p["w"],
 }
 STRUCTURES = [
     fisher.diagonal,
@@ -843,6 +882,7 @@ def test_what_only_looks_like_mixing_is_not_refused():
     def apply(params, x):
         h = jnp.cumsum(x[..., ::-1], 1) @ params["w"]  # along the features
         h = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, 2 * s[1]), (0, h))[1]
+        h = h + jax.random.normal(jax.random.key(0), (3,))  # the same for every example
         rows = jnp.arange(len(x))
         return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
 
@@ -884,6 +924,17 @@ def test_a_network_that_treats_other_numbers_of_examples_otherwise_is_refused():
         reading.LayersNotFoundError, match=rf"for {B} examples than for.*every example alike"
     ):
         jax.eval_shape(partial(pairs.trace, apply), {"w": jnp.eye(4)}, jnp.ones((B, 4)))
+
+
+@pytest.mark.parametrize(("leaf", "other"), [((2, 3, 3), "w[1]"), ((3, 3), "w^T")])
+def test_a_leaf_with_the_name_of_a_part_of_another_is_refused(leaf, other):
+    def apply(params, x):
+        first, second = params["w"] if len(leaf) > 2 else (params["w"], params["w"].T)
+        return jnp.tanh(jnp.tanh(x @ first) @ second) @ params[other]
+
+    params = {"w": jnp.ones(leaf), other: jnp.ones((3, 3))}
+    with pytest.raises(ValueError, match=f"Two layers are called '{re.escape(other)}'.*Rename"):
+        jax.eval_shape(partial(pairs.trace, apply), params, jnp.ones((B, 3)))
 
 
 def test_layers_come_in_the_order_in_which_they_are_used(x64):
