@@ -173,7 +173,8 @@ def model(value: Model) -> None:
     """Check that a value is a `Model` and that its fields have the right types."""
     instance("model", value, Model, "fisherjax.Model(apply, likelihood)")
     function("apply", value.apply, "apply(params, inputs) -> outputs")
-    instance("likelihood", value.likelihood, Likelihood, "one such as likelihoods.categorical")
+    if not isinstance(found := value.likelihood, Likelihood):
+        raise TypeError(f"likelihood is {found!r}; expected one such as likelihoods.categorical.")
     if value.apply_train is not None:
         function("apply_train", value.apply_train, "apply_train(params, inputs, key, weights)")
     if value.positions is not None:
@@ -269,9 +270,7 @@ def examples(value: Examples) -> None:
             "numpy.flatnonzero, or pass it as weights."
         )
     if targets is not None and targets.shape[0] != number:
-        raise ValueError(
-            f"There are {targets.shape[0]} targets for {number} inputs; expected as many."
-        )
+        raise ValueError(f"There are {len(targets)} targets for {number} inputs; expected as many.")
     rows = number if indices is None else indices.shape[0]
     if rows == 0 or number == 0:
         raise ValueError("The data set is empty; expected at least one example.")
