@@ -138,3 +138,20 @@ def test_what_nobody_could_read_by_the_same_limits_is_not_written(tmp_path):
         with pytest.raises(ValueError, match=rf"a\.safe.*exceeds a limit.*--limit {limit}="):
             files.save_update(path, update, **how, limits=limits)
         assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"), [("fedavg", "params"), ("fisher_merge", "diagonal")]
+)
+def test_uploads_of_another_network_are_named(tmp_path, algorithm, kind):
+    paths = [tmp_path / f"{width}.safetensors" for width in (3, 4)]
+    for width, path in zip((3, 4), paths, strict=True):
+        params = {"w": np.ones((2, width), "f4"), "b": np.ones(2, "f4")}
+        values = {"params": params}
+        if kind == "diagonal":
+            values["fisher"] = fj.fisher.Diagonal(params)
+        how = {"algorithm": algorithm, "client": str(width), "examples": 1}
+        files.save_update(path, Update(values, kind), **how)
+    said = r"4\.safe.* holds other layers than '.*3\.safe.*w is float32\[2, 4\], expected float32"
+    with pytest.raises(ValueError, match=said):
+        files.merge_files(tmp_path / "out.safetensors", paths, algorithm=algorithm)

@@ -6,6 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fisherjax as fj
@@ -103,6 +104,22 @@ def test_it_makes_a_bad_classifier_good_and_touches_nothing_else(world):
     chex.assert_trees_all_equal(again, merged)
     other, _, _ = merging.exchange(method, params, federation, key=jax.random.key(1))
     assert not np.array_equal(other["b"], merged["b"])
+
+
+def test_the_head_takes_the_steps_of_all_epochs(world):
+    params, x, y, partition = world
+    federation = fj.clients.federation((x, y), partition)
+    by_one = optax.stateless(lambda updates, _: jax.tree.map(jnp.ones_like, updates))
+
+    def steps(epochs):
+        model = fj.Model(relu, likelihoods.categorical)
+        method = algorithms.ccvr(model, optimizer=by_one, epochs=epochs)
+        merged, *_ = merging.exchange(method, params, federation, key=KEY)
+        return (merged["b"] - params["b"]).round(3)
+
+    once = steps(1)
+    assert np.unique(once).item() >= 1
+    np.testing.assert_allclose(steps(3), 3 * once)
 
 
 def test_it_does_not_depend_on_the_split(world):

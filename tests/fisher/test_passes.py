@@ -283,7 +283,7 @@ BAD = {
     "likelihood": (
         dict(model=Model(len, "categorical")),
         TypeError,
-        r"likelihood is a str; .*likelihoods\.categorical",
+        r"likelihood is 'categorical'; .*likelihoods\.categorical",
     ),
     "apply without a hash": (
         dict(model=Model(Network(), LIKELIHOOD)),
