@@ -532,6 +532,8 @@ COMPUTER = COMMAND.format(
 COLLECTOR = COMMAND.format(
     """
         import gc, os, signal, time
+        # A shell's background processes ignore it from the start.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         sent = iter([signal.SENT])
         gc.callbacks.append(lambda *_: [os.kill(os.getpid(), one) for one in sent])
         gc.collect()
