@@ -5,8 +5,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
+import fisherjax as fj
 from fisherjax import devices, parallel
 
 
@@ -100,3 +103,25 @@ def test_what_jax_cannot_divide_is_said_in_words(words):
     expected = words[0] if words else "on each of 1 devices: .* Compute on one"
     with pytest.raises(NotImplementedError, match=expected):
         parallel.spread_clients(refused, jnp.ones(1), mesh=one)
+
+
+@pytest.mark.parametrize("step", ["training", "summaries"])
+def test_gradients_of_other_devices_are_not_added_up_over_clients(step, key):
+    """Inside `jax.shard_map`, JAX adds up gradients of what all devices have in common."""
+    model = fj.Model(lambda w, x: x @ w, fj.likelihoods.gaussian)
+    clients = fj.clients.federation((np.ones((4, 3)), np.ones((4, 2))), [[0, 1], [2, 3]])
+    how = {"epochs": 1, "batch_size": 2, "optimizer": optax.sgd(0.1), "key": key}
+    start = jnp.ones((3, 2))
+
+    def train(start, clients):
+        return fj.training.train(model, start, clients, **how)
+
+    def summarize(trained, clients):
+        return fj.merging.summarize(fj.algorithms.fedfisher(model), trained, clients, key=key)
+
+    run, of = (train, start) if step == "training" else (summarize, train(start, clients))
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("d")), "out_specs": PartitionSpec()}
+    with pytest.raises(ValueError, match=r"axis 'd'.*add up.*check_vma=False"):
+        jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs), of, clients)
+    jax.eval_shape(jax.shard_map(run, mesh=mesh, **specs, check_vma=False), of, clients)

@@ -46,7 +46,7 @@ def findings(cell: Cell) -> list[Finding]:
 
 
 def _is_refused_by_jax(cell: Cell, stopped: Exception) -> bool:
-    """Say whether JAX itself cannot run the program.
+    """Return whether JAX itself cannot run the program.
 
     Releases 0.7.1 and 0.7.2 cannot map a convolution over examples or clients inside `shard_map`,
     and raise a NotImplementedError without a word, which is the cause of the library's own; an
