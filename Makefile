@@ -31,7 +31,9 @@ NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/fine_tuned notebo
 # Tests of a file share what they compile: each file goes to one process.
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 FOREIGN := tests/test_foreign.py tests/core/test_compiler.py -m ""
-INSTALL := -m pip install --quiet --disable-pip-version-check
+# Python compiles what is imported at its first import: to compile everything takes as long as to
+# install it.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 
 help: ## List what make can do
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +48,9 @@ test: $(VENV)/.dev ## Run the fast tests and the examples of the documentation
 
 test-long: $(VENV)/.dev ## Run the tests of more than about a second that are not slow
 	$(VENV)/bin/python $(PYTEST) -m "long and not slow" tests
+
+test-not-slow: $(VENV)/.dev ## Run both in one go: tests of a file share what they compile
+	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.dev ## Run every test
 	$(VENV)/bin/python $(PYTEST) -m ""
