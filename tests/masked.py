@@ -98,9 +98,6 @@ SILENT = {name for name, row in ROWS.items() if row.sends == "nothing"}
 # Of methods whose programs are nearly another's, or take long to compile, a release asks.
 SELDOM = LONG | REPEATS | {n for n in ROWS if "terms" in algorithms.options(n)}
 SELDOM |= {"server adamw", "server of private", "compressed keep_local"}
-# Rounds are made of the same pieces: there others stand for those that files merge too, whose
-# clients keep nothing and whose server reads curvature.
-PLAIN = {name for name in ROWS if reads(name)}
 
 
 def priced(names, fast=(), seldom=frozenset()):
@@ -166,6 +163,19 @@ def model(where, closed):
         return network(whole, x)
 
     return fj.Model(apply, fj.likelihoods.categorical)
+
+
+def keeps_nothing(name):
+    """Return whether neither the server nor a client of a method has a state between rounds."""
+    link = method(name, model("inner", closed=False)).link
+    return link[:2] == algorithms.Link()[:2]
+
+
+# Rounds are made of the same pieces: there averaging stands for whatever keeps nothing between
+# them, for those that files merge too, and two wrappers for what they wrap.
+BESIDES = {"compressed", "server adam"} | {
+    name for name in set(ROWS) - ONCE - {"fedavg"} if reads(name) or keeps_nothing(name)
+}
 
 
 def params(where, closed):

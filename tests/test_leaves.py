@@ -9,13 +9,13 @@ import pytest
 import fisherjax as fj
 from fisherjax import compression, merging, rounds, tree
 from tests.masked import (
+    BESIDES,
     EVERY,
     EXCHANGES,
     FROZEN,
     HOW,
     OF_THE_HEAD,
     ONCE,
-    PLAIN,
     REFUSE,
     SGD,
     SILENT,
@@ -37,8 +37,6 @@ from tests.methods import laws
 
 pytestmark = pytest.mark.usefixtures("wide")
 
-# What these wrap is played without them too.
-BESIDES = PLAIN | {"compressed", "server adam"}
 HERE = [name for name in EVERY if name not in REFUSE | SILENT]
 
 

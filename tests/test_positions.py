@@ -223,20 +223,30 @@ METHODS = {
 }
 # Each with what float32 may make of equal sums. Of natural gradients two solves follow each other,
 # for moves of the head and for shares of ways, of conditions 360 and 300 by their ridges of 1e-2:
-# of sums that differ by 2e-7 of rounding come models that differ by up to 1e-5.
+# of sums that differ by 2e-7 of rounding, and solves that round by as much, come models that differ
+# by up to 660 times the two, 2.6e-4. The law in float64 below leaves them no such room.
 EXCHANGES = {
     "analytic_head": (A.analytic_head, 1e-5),
     "ccvr": (partial(A.ccvr, draws=200, epochs=1), 1e-5),
-    "natural_gradient": (partial(A.natural_gradient, damping=(1.0, 0.1)), 5e-5),
+    "natural_gradient": (partial(A.natural_gradient, damping=(1.0, 0.1)), 2.6e-4),
 }
 HALVES = [np.arange(7), np.arange(7, N)]
 # Of ten examples of a client, natural gradients hold one aside.
 MANY = [np.arange(11), np.arange(11, N)]
 
 
+# The same law of another network: one method of each kind of curvature stands for the rest.
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["pooled", "each"])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("each", method) for method in METHODS]
+    + [("pooled", method) for method in ("fedfisher", "weighted_fedavg")]
+    + [
+        pytest.param("pooled", method, marks=pytest.mark.slow)
+        for method in METHODS
+        if method not in ("fedfisher", "weighted_fedavg")
+    ],
+)
 def test_no_merge_depends_on_padding(name, method, key):
     model, models, *_ = MODELS[name]
     method, found = METHODS[method](model), []

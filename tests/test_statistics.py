@@ -14,10 +14,10 @@ import fisherjax as fj
 from fisherjax import algorithms, merging, rounds, training, tree
 from fisherjax.algorithms.base import as_sent
 from tests.masked import (
+    BESIDES,
     EVERY,
     LONG,
     ONCE,
-    PLAIN,
     REFUSE,
     ROWS,
     SILENT,
@@ -133,7 +133,7 @@ def played(name, cohort=3, model=MODEL):
 
 
 @pytest.mark.parametrize(
-    "name", priced([n for n in HERE if n not in {*ONCE, "weighted_fedavg"}], seldom=PLAIN)
+    "name", priced([n for n in HERE if n not in {*ONCE, "weighted_fedavg"}], seldom=BESIDES)
 )
 def test_after_two_rounds_moments_are_those_of_the_mixture(name):
     _, state, last = played(name)
