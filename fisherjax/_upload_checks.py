@@ -9,6 +9,7 @@ before anything of them is allocated.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import tree
@@ -94,6 +95,27 @@ def check_any_left(weights: AnyArray) -> None:
     """Raise ValueError if all clients were left out."""
     if not checks.is_traced(weights) and not np.any(np.asarray(weights) > 0):
         raise ValueError("No client is left: no update of positive weight is finite.")
+
+
+def check_precision(what: str, values: Any) -> None:
+    """Check that the dtypes of leaves can be added up: JAX promotes no floats of 8 bits or fewer.
+
+    Raises:
+        TypeError: If one cannot; the message has its name and the remedy.
+
+    Example:
+        >>> check_precision("params", {"w": np.ones(3, np.float16)})
+    """
+    for name, leaf in tree.by_name(values).items():
+        dtype = getattr(leaf, "dtype", None)
+        is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+        if is_float and jnp.finfo(dtype).bits < 16:
+            raise TypeError(
+                f"Leaf '{name}' of {what} has dtype {dtype}, of which no sums are computed; "
+                "expected floats of at least 16 bits. Multiply it by its scale, if it has one, and "
+                "convert it on clients and server by x.astype('bfloat16'), or exclude it from "
+                "training by the model's mask."
+            )
 
 
 def _check_untrained(algorithm: Algorithm, update: Update) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax import _other_libraries
+from fisherjax._one_device import on_one_device
 from fisherjax.typing import AnyArray, Array
 
 _TOO_WIDE = {"longdouble", "clongdouble", "float96", "float128", "complex192", "complex256"}
@@ -253,7 +254,7 @@ def to_native(tree: Any, what: str = "the pytree") -> Any:
 
 
 def stack(trees: Sequence[Any]) -> Any:
-    """Stack M pytrees, one per client, into a single pytree with leaves [M, ...].
+    """Stack M pytrees, one per client, into one with leaves [M, ...], on client 0's device.
 
     Raises:
         ValueError: If the list is empty, or clients differ in structure, shapes or dtypes.
@@ -265,13 +266,12 @@ def stack(trees: Sequence[Any]) -> Any:
     """
     if not trees:
         raise ValueError("Nothing to stack: got an empty list, expected one pytree per client.")
-    trees = [to_native(tree, f"client {client}") for client, tree in enumerate(trees)]
+    trees = [as_arrays(to_native(tree, f"client {client}")) for client, tree in enumerate(trees)]
     # jnp.stack would promote dtypes that differ, and its errors name no client.
-    trees = [as_arrays(tree) for tree in trees]
     for client, tree in enumerate(trees):
         _check_numbers(tree, client)
         _check_same(trees[0], tree, client)
-    return jax.tree.map(lambda *leaves: jnp.stack([jnp.asarray(x) for x in leaves]), *trees)
+    return jax.tree.map(lambda *x: jnp.stack([*map(jnp.asarray, x)]), *on_one_device(trees))
 
 
 def _check_numbers(tree: Any, client: int) -> None:

@@ -22,6 +22,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "fisherjax"
 ORDER = [
     "_other_libraries",
     "typing",
+    "_one_device",
     "tree",
     "_stacked",
     "_core",
@@ -84,7 +85,7 @@ BUILT = {  # folders whose files build on one another
         "secrecy",
     ],
     "_layers": [
-        *("computed", "rewriting", "equations", "views", "mixing", "operations", "uses"),
+        *("computed", "rewriting", "choices", "equations", "views", "mixing", "operations", "uses"),
         *("normalized_values", "normalization", "layer", "reading", "feeders", "blocks"),
         *("arrangement", "pairs", "loops", "locations", "graph"),
     ],

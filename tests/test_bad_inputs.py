@@ -128,6 +128,11 @@ def labelled(change):
     return world().federation._replace(targets=change(world().examples.targets))
 
 
+def in_eighths(tree):
+    """Floats of eight bits, which JAX does not promote."""
+    return tree_map(lambda x: x.astype(jnp.float8_e4m3fn), tree)
+
+
 def of_likelihood(likelihood):
     return fj.Model(apply, likelihood)
 
@@ -372,6 +377,19 @@ REFUSED = {
             ]
         ),
         "of client 1 has shape .* bfloat16",
+    ),
+    **{
+        f"updates of eight bits, {name}": no(call, "Leaf '.*a/.*' of the.*float8.*bfloat16")
+        for name, call in {
+            "merged": lambda: merge(in_eighths(sent("fedavg"))),
+            "merged with Fishers": lambda: merge(in_eighths(sent("kfac")), method=KFAC),
+            "in a stream": lambda: stream([(in_eighths(sent("fedavg")), None)]),
+            "not yet sent": lambda: summarize(KFAC, in_eighths(world().models)),
+        }.items()
+    },
+    "a start of eight bits": no(
+        lambda: merge(sent("fedavg"), params=in_eighths(world().params)),
+        "'a/bias' of params has dtype float8.*bfloat16",
     ),
     "76 kfac given diagonal": no(
         lambda: merge(sent("diag"), method=KFAC), "updates holds 'params, true diagonal"
@@ -808,6 +826,39 @@ def fisher_of(examples=None, **options):
     return kfac(examples=world().examples if examples is None else examples, **options).factors
 
 
+def weights():
+    values = np.random.default_rng(0).normal(size=(3, 4)), np.random.default_rng(1).normal(size=4)
+    return {"w": jnp.asarray(values[0], jnp.float32), "v": jnp.asarray(values[1], jnp.float32)}
+
+
+def rounded(tree):
+    """The same numbers as `in_eighths` has, in float32."""
+    return tree_map(lambda x: x.astype(jnp.float32), in_eighths(tree))
+
+
+def regression():
+    return Examples(jnp.asarray(np.random.default_rng(2).normal(size=(6, 3)), jnp.float32))
+
+
+def of_eight_bits(mask=None):
+    def apply(params, x):
+        wide = tree_map(lambda leaf: leaf.astype(jnp.float32), params)
+        return jnp.tanh(x @ wide["w"] * wide["v"])
+
+    return fj.Model(apply, fj.likelihoods.gaussian, mask=mask)
+
+
+def merge_of_eight_bits(convert):
+    """Two clients that train one leaf, and have the other in eight bits."""
+    method = algorithms.fedfisher(of_eight_bits((("v", True), ("w", False))))
+    frozen = convert({"w": weights()["w"]})
+    models = [frozen | {"v": weights()["v"] * size} for size in (1.0, 2.0)]
+    data = regression().inputs, jnp.zeros((6, 4))
+    updates = summarize(method, models, clients.federation(data, [range(3), range(3, 6)]))
+    merged = merge(updates, method=method, params=models[0])
+    return {"v": merged["v"], "w": merged["w"].astype(jnp.float32)}
+
+
 def after_training(**options):
     return training(**options).params
 
@@ -1057,6 +1108,16 @@ ACCEPTED = {
         lambda: after_training(epochs=np.int64(1), batch_size=np.int32(8)),
         lambda: after_training(),
         0,
+    ),
+    "a Fisher matrix of params of eight bits": (
+        lambda: fisher.full(of_eight_bits(), in_eighths(weights()), regression()).matrix,
+        lambda: fisher.full(of_eight_bits(), rounded(weights()), regression()).matrix,
+        0.1,
+    ),
+    "frozen leaves of eight bits": (
+        lambda: merge_of_eight_bits(in_eighths),
+        lambda: merge_of_eight_bits(rounded),
+        1e-5,
     ),
     "158 params of bfloat16": (
         lambda: kfac(tree_map(lambda x: x.astype(jnp.bfloat16), world().params)).factors,

@@ -154,6 +154,11 @@ def train_outputs(model: Model, params: Params, inputs: Inputs, batch_size: int)
 def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: Any) -> Any:
     try:
         return jax.eval_shape(function, params, inputs, *rest)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name} failed on inputs of {describe(inputs)}: JAX does not implement one of its "
+            f"operations ({summary(error)}). Use another, such as jnp.einsum for ragged products."
+        ) from error
     # The user's function may raise an error of any type.
     except Exception as error:
         raise ValueError(

@@ -4,7 +4,8 @@ The files are the stages of a small compiler, which reads any `apply(params, inp
 and knows no network library:
 
 1. `equations` traces the network to one flat list of equations, in which `rewriting` turns products
-   with computed kernels, expressions of leaves (`computed`), into products with the leaves.
+   with computed kernels, expressions of leaves (`computed`), into products with the leaves, and
+   `choices` those with kernels that are chosen for each example.
 2. `views` follows each parameter leaf through equations that only move its entries.
 3. `operations` reads the equation in which a leaf meets the examples (a product, a convolution, a
    lookup, a sum, an elementwise product), and `uses` collects all of them.

@@ -32,15 +32,15 @@ def read(network: Flat, *, is_apart: bool = False) -> uses.Reading:
     """
     whole = {v: uses.whole(leaf, v) for leaf, v in enumerate(network.leaves)}
     walk = uses.start(network, whole, {*network.inputs}, [network.output], is_apart)
-    mixes, loops, stacks = False, {}, []
+    faults, loops, stacks = [], {}, []
     for number, equation in enumerate(network.equations):
         if number in network.loops:
             loops[number], found = _read_loop(walk, equation, network.loops[number])
             stacks += found
         else:
-            mixes = uses.read_equation(walk, number, equation) or mixes
+            faults.append(uses.read_equation(walk, number, equation))
     others = {v: view for v, view in whole.items() if view.leaf not in stacks}
-    reading = uses.finish(walk, others, [network.output], mixes)._replace(loops=loops)
+    reading = uses.finish(walk, others, [network.output], faults)._replace(loops=loops)
     elsewhere = {use.leaf for use in reading.uses} | reading.obstacles.keys()
     if not elsewhere.isdisjoint(stacks) or len({*stacks}) < len(stacks):
         raise LoopObstacle("a stack of layers is used twice")
@@ -61,11 +61,11 @@ def _read_loop(walk: uses.Walk, equation: Any, loop: Loop) -> tuple[uses.Reading
         # A value that is carried depends on the inputs if that of the step before does.
         before = data
         step = uses.start(loop, views, data, outputs, walk.is_apart)
-        mixes = [uses.read_equation(step, i, one) for i, one in enumerate(loop.equations)]
+        faults = [uses.read_equation(step, i, one) for i, one in enumerate(loop.equations)]
         carried = zip((loop.arguments[i] for i in loop.carry), loop.outputs, strict=False)
         data = data | {v for v, out in carried if _is_in(out, step.data)}
-    reading = uses.finish(step, views, outputs, any(mixes))
-    if reading.mixes_examples or reading.obstacles:
+    reading = uses.finish(step, views, outputs, faults)
+    if reading.fault or reading.obstacles:
         raise LoopObstacle("a leaf of the blocks belongs to no layer")
     results = zip(equation.outvars, loop.outputs, strict=True)
     walk.data.update(v for v, out in results if _is_in(out, step.data))

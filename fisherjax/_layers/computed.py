@@ -1,6 +1,6 @@
 """Expressions of leaves that are not computed before a product with the inputs needs them.
 
-`rewriting` has the reason for them.
+`rewriting` has the reason for them, and `choices` that for those of each example.
 """
 
 import math
@@ -46,7 +46,29 @@ class Scaled(NamedTuple):
     scale: Callable[[Any], Any]
 
 
-Computed = Concatenated | Sum | Product | Scaled
+class Repeated(NamedTuple):
+    """A value of params, repeated `number` times along a new first axis."""
+
+    value: Array
+    number: int
+
+
+class Condition(NamedTuple):
+    """A number for each example, [B], repeated along further axes to `shape`."""
+
+    value: Array
+    shape: tuple[int, ...]
+
+
+class Chosen(NamedTuple):
+    """For each example n the entries of case which[n]; all cases are [B, ...]."""
+
+    which: Array
+    cases: tuple[Any, ...]
+
+
+Choice = Repeated | Condition | Chosen
+Computed = Concatenated | Sum | Product | Scaled | Choice
 
 
 def evaluate(value: Any) -> Array:
@@ -61,11 +83,25 @@ def evaluate(value: Any) -> Array:
             return contract(evaluate(value.left), left, value.right, right, value.how)
         case Scaled():
             return value.scale(evaluate(value.value))
+        case Repeated():
+            shape, axes = value.value.shape, range(1, value.value.ndim + 1)
+            return jax.lax.broadcast_in_dim(value.value, (value.number, *shape), [*axes])
+        case Condition():
+            return jax.lax.broadcast_in_dim(value.value, value.shape, (0,))
+        case Chosen():
+            cases = [*map(evaluate, value.cases)]
+            which = evaluate(Condition(value.which, cases[0].shape))
+            return jax.lax.select_n(which, *cases)
     return value
 
 
 def is_computed(value: Any) -> bool:
     return isinstance(value, Computed)
+
+
+def is_choice(value: Any) -> bool:
+    """Return whether a value is an expression that `choices` rewrites."""
+    return isinstance(value, Choice)
 
 
 def move(equation: Any, value: Any) -> Any:

@@ -8,7 +8,7 @@ from jax.extend.core import Literal
 
 from fisherjax import nn
 from fisherjax._core import compat
-from fisherjax._layers import computed, rewriting
+from fisherjax._layers import choices, computed, rewriting
 from fisherjax._layers.rewriting import CONSTANTS, INPUTS, PARAMS, Value
 from fisherjax.typing import Apply, Params
 
@@ -230,6 +230,12 @@ def _run_jaxpr(jaxpr: Any, arguments: list[Value], keep_loops: bool = False) -> 
             results = _run_jaxpr(inner, operands, keep_loops)
             pairs |= dict(zip(one.outvars, results, strict=True))
             continue
+        if (choice := choices.rewrite(one, operands)) is not None:
+            pairs[one.outvars[0]] = choice
+            continue
+        operands = [
+            (computed.evaluate(x) if computed.is_choice(x) else x, origin) for x, origin in operands
+        ]
         if (rewritten := rewriting.rewrite(one, operands)) is not None:
             pairs |= dict(zip(one.outvars, rewritten, strict=True))
             continue

@@ -9,7 +9,7 @@ import jax
 from fisherjax import tree
 from fisherjax._core import compat
 from fisherjax._core.batches import num_rows
-from fisherjax._layers import equations, uses, views
+from fisherjax._layers import equations, mixing, uses, views
 from fisherjax._layers.equations import Flat
 from fisherjax._layers.layer import Part, group
 from fisherjax._layers.views import MANY, LoopObstacle
@@ -62,7 +62,8 @@ def read_network(
         raise LayersNotFoundError(
             f"The network does something else for {num_rows(inputs)} examples than for {MANY}. "
             "Expected an apply that treats every example alike, however many there are, as "
-            "jax.vmap of a function of one example does."
+            "jax.vmap of a function of one example does, but jax.lax.map or a loop over the "
+            "examples does not."
         )
     return network, reading
 
@@ -109,12 +110,7 @@ def _read(
             "Use fisher.diagonal, which then takes gradients of single examples, or write the "
             "network with plain dense and convolution layers."
         ) from error
-    if reading.mixes_examples:
-        raise ValueError(
-            "The network computes something over all examples of a batch, like BatchNorm in "
-            "training mode, or draws random numbers for them, like dropout, but the Fisher "
-            "information is a mean over single examples. Let apply use running statistics and no "
-            "random numbers. If it only sorts or splits the batch, then write it for one example "
-            "and map it by jax.vmap."
-        )
+    if reading.fault:
+        is_ragged = mixing.RAGGED in equations.names(network)
+        raise ValueError(reading.fault + mixing.RAGGED_HINT * is_ragged)
     return reading, network

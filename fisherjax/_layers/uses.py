@@ -25,14 +25,14 @@ class Reading(NamedTuple):
     Attributes:
         uses: Uses in the order of their equations.
         obstacles: For each leaf that belongs to no layer, by its number, the reason.
-        mixes_examples: Whether the network computes something over several examples.
+        fault: How the network mixes examples, or depends on their places; "" if it does not.
         loops: For each loop over blocks that was kept, by number of its equation, the uses in its
             first block.
     """
 
     uses: list[Use]
     obstacles: dict[int, str]
-    mixes_examples: bool
+    fault: str
     loops: "Mapping[int, Reading]" = MappingProxyType({})
 
 
@@ -43,9 +43,11 @@ class Walk(NamedTuple):
         consumers: How often each variable is used.
         summands: For each variable whose only use is a sum, the other summand.
         data: Variables that depend on the inputs.
+        places: Variables that depend on the places of examples in the batch, but not on the inputs.
         views: Variables that have the entries of a leaf.
         changed: For variables computed from params in any other way, {leaf: reason}.
         products: For results of products, also moved ones: number of the use, and axes of the leaf.
+        copies: For matrices that were repeated for each example, also moved ones: their leaves.
         uses: Uses found so far.
         obstacles: {leaf: reason} found so far.
         is_apart: Whether the network was mapped over single examples.
@@ -54,9 +56,11 @@ class Walk(NamedTuple):
     consumers: Counter
     summands: dict
     data: set
+    places: set
     views: dict[Any, View]
     changed: dict[Any, dict[int, str]]
     products: dict[Any, tuple[int, Axes]]
+    copies: dict[Any, set[int]]
     uses: list[Use]
     obstacles: dict[int, str]
     is_apart: bool
@@ -66,8 +70,8 @@ def read(network: Flat, *, is_apart: bool = False) -> Reading:
     """Read the uses of all leaves from the equations of a network on `MANY` examples."""
     views = {v: whole(number, v) for number, v in enumerate(network.leaves)}
     walk = start(network, views, {*network.inputs}, [network.output], is_apart)
-    mixes = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
-    return finish(walk, views, [network.output], any(mixes))
+    faults = [read_equation(walk, number, one) for number, one in enumerate(network.equations)]
+    return finish(walk, views, [network.output], faults)
 
 
 def whole(leaf: int, variable: Any) -> View:
@@ -87,19 +91,23 @@ def start(
     sums = [variables(e.invars) for e in network.equations if e.primitive.name == "add"]
     pairs = [pair for v in sums if len(v) == 2 for pair in (v, v[::-1])]
     summands = {v: other for v, other in pairs if consumers[v] == 1}
-    return Walk(consumers, summands, data, dict(leaves), {}, {}, [], {}, is_apart)
+    return Walk(consumers, summands, data, set(), dict(leaves), {}, {}, {}, [], {}, is_apart)
 
 
-def read_equation(walk: Walk, number: int, equation: Any) -> bool:
-    """Read the next equation, and return whether it mixes examples."""
+def read_equation(walk: Walk, number: int, equation: Any) -> str:
+    """Read the next equation, and return its fault: how it mixes examples, or ""."""
+    places, is_by_place = mixing.follow_places(equation, walk.places, walk.data)
+    walk.places.update(places)
     if not walk.data.isdisjoint(variables(equation.invars)):
-        return _read_of_data(walk, number, equation)
-    _read_of_params(walk, number, equation)
-    return mixing.draws_for_batch(equation)
+        mixes = _read_of_data(walk, number, equation)
+    else:
+        _read_of_params(walk, number, equation)
+        mixes = mixing.draws_for_batch(equation)
+    return mixing.fault(equation, mixes=mixes, is_by_place=is_by_place)
 
 
 def finish(
-    walk: Walk, leaves: dict[Any, View], outputs: Sequence[Any], mixes_examples: bool
+    walk: Walk, leaves: dict[Any, View], outputs: Sequence[Any], faults: list[str]
 ) -> Reading:
     """Return the reading after the last equation; a leaf that is not wholly used is an obstacle."""
     for v in outputs:
@@ -114,7 +122,7 @@ def finish(
         elif places != {view.index} and sorted(places) != [(i,) for i in range(view.shape[0])]:
             reason = "not all of it is used, or not in the same way"
             walk.obstacles.setdefault(view.leaf, reason)
-    return Reading(walk.uses, walk.obstacles, mixes_examples)
+    return Reading(walk.uses, walk.obstacles, next(filter(None, faults), ""))
 
 
 def _read_rows(walk: Walk, view: View) -> None:
@@ -144,6 +152,9 @@ def _read_of_data(walk: Walk, number: int, equation: Any) -> bool:
             _record_obstacle(walk, v)
         else:
             _record_use(walk, number, operand, equation, view)
+    moved, kernels = mixing.copies_in(equation, walk.copies, walk.data)
+    walk.copies.update(dict.fromkeys(equation.outvars, moved) if moved else {})
+    walk.obstacles.update(dict.fromkeys(kernels, mixing.COPIED) | walk.obstacles)
     # If this equation only moves the result of a product, then a bias may still be added to it.
     use, axes = walk.products.get(source, (None, ()))
     is_only_use = len(equation.invars) == 1 and walk.consumers[source] == 1
@@ -159,6 +170,8 @@ def _read_of_params(walk: Walk, number: int, equation: Any) -> None:
     if not operands:
         walk.data.update(filter(mixing.has_examples, equation.outvars))
         return
+    if name == "stop_gradient":
+        return  # its result is a constant, of which a leaf has no gradient
     place = next((i for i, v in enumerate(equation.invars) if _get(walk.views, v)), -1)
     first = None if place < 0 else walk.views[equation.invars[place]]
     same_shape = place >= 0 and result.aval.shape == equation.invars[place].aval.shape
@@ -171,6 +184,8 @@ def _read_of_params(walk: Walk, number: int, equation: Any) -> None:
         if followed is not None and _repeats(followed, result) and not is_added:
             walk.data.add(result)
             _record_use(walk, number, None, equation, followed)
+            if sum(size > 1 for size in followed.shape) > 1:
+                walk.copies[result] = {followed.leaf}
             return
         if followed is not None:
             walk.views[result] = followed

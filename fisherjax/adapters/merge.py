@@ -9,6 +9,7 @@ from fisherjax import quadratic, solvers, tree
 from fisherjax._core import checks, linalg
 from fisherjax._core.compiler import jit
 from fisherjax._layers.layer import Layer
+from fisherjax._one_device import on_one_device
 from fisherjax._upload_checks import check_not_all_zero, check_weights
 from fisherjax.adapters import base
 from fisherjax.adapters._checks import check
@@ -88,6 +89,7 @@ def merge(
     for name in names:
         layer = [client.get(name) for client in adapters]
         held = None if factors is None else [client.get(name) for client in factors]
+        layer, held = on_one_device((layer, held))
         how = sizes.get(name), in_span, solve
         merged[name] = _merge_layer(how, layer, held, shared, damping)
     return merged

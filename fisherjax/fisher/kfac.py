@@ -63,9 +63,10 @@ def kfac(
     with a the layer's inputs at output location t (and a trailing 1 if it has a bias) and g the
     gradients with respect to its pre-activations, in at least float32. Layers are dense and
     convolution layers of any layout, attention projections, embeddings (a is one-hot, and A is
-    diagonal) and position tables. A layer with groups, such as a depthwise convolution, has factors
-    for each group. Scales and shifts of normalisations have exact 2 x 2 blocks. The
-    factors are exact for one example and one location. If a leaf is used several times, then each
+    diagonal) and position tables: any matrix that is added to values of each example counts as one,
+    whose rows are locations with A = I. A layer with groups, such as a depthwise convolution, has
+    factors for each group. Scales and shifts of normalisations have exact 2 x 2 blocks. The factors
+    are exact for one example and one location. If a leaf is used several times, then each
     use counts as further locations. A leaf that is used as it is and transposed, as embedding and
     head, has one pair of factors, with the trace of both uses.
 

@@ -81,7 +81,9 @@ class Template(NamedTuple):
 
 def widen(x: Array) -> Array:
     """Return an array as at least float32, in which products are summed."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    # JAX promotes no floats of 8 bits.
+    is_narrow = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 16
+    return x.astype(jnp.float32 if is_narrow else jnp.promote_types(x.dtype, jnp.float32))
 
 
 def ravel(params: Params) -> Array:

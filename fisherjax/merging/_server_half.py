@@ -22,7 +22,7 @@ from fisherjax import clients, leaves, tree
 from fisherjax._core import checks, secrecy
 from fisherjax._core.compiler import jit
 from fisherjax._finite_uploads import Diverged, finite_leaves, probable_cause, screen
-from fisherjax._upload_checks import check_any_left
+from fisherjax._upload_checks import check_any_left, check_precision
 from fisherjax.algorithms.base import Algorithm, Update, as_sent, keeps_shapes
 from fisherjax.clients import shares
 from fisherjax.leaves import Leaves, join
@@ -106,12 +106,14 @@ def decode_and_screen(
     first: int = 0,
 ) -> Any:
     """Decode an update and screen it, for `Screened` values that are (values, statistics)."""
+    check_precision("params", parts.trained)
     values, packed = update.values, ()
     if algorithm.decode is not as_sent:
         values, packed = compiled(algorithm.decode, values, parts.trained), values
         # Under tracing, codes are screened too, as decoding may hide that they are not finite.
         packed = packed if checks.is_traced(packed) else ()
     every = values | {"statistics": update.statistics} if update.statistics else values
+    check_precision("the updates", every)
     others = {"kept": others, "sent": packed}
     found = screen(every, weights, on_nonfinite, first=first, others=others)
     values = {name: found.values[name] for name in values}

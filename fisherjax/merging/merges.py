@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fisherjax._core import checks
+from fisherjax._one_device import on_one_device
 from fisherjax._upload_checks import check_not_all_zero, check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Report, Update
 from fisherjax.clients import shares
@@ -67,6 +68,7 @@ def merge(
     params, scaled = replicate((params, as_floats(shares(known))), mesh)
     cohort = np.arange(num_clients) if cohort is None else cohort
     key = server_key(algorithm, key)
+    update, params, state, key = on_one_device((update, params, state, key))
     how = {"state": state, "cohort": cohort, "key": key, "on_nonfinite": on_nonfinite}
     found = server_half(algorithm, params, update, scaled, **how)
     return found.params, found.state, found.info

@@ -9,6 +9,7 @@ import numpy as np
 
 from fisherjax import leaves, tree
 from fisherjax._core import checks
+from fisherjax._one_device import on_one_device
 from fisherjax._upload_checks import check_weights, stacked
 from fisherjax.algorithms.base import Algorithm, Report, Update, check_algorithm
 from fisherjax.devices import mesh_of, replicate
@@ -182,6 +183,7 @@ def _added(
     totals, weight, seen, first, parts = None, 0.0, 0, None, None
     for number, chunk in enumerate(chunks):
         update, weights = _chunk(algorithm, chunk, number)
+        _, update, params = on_one_device((totals, update, params))
         # Shapes without the client axis, because chunks may differ in length.
         sent = update.values | {"statistics": update.statistics}
         shapes = {name: shape[1:] for name, shape in tree.shapes(sent).items()}
@@ -212,6 +214,7 @@ def _added(
 def _merge_totals(
     algorithm: Algorithm[Report], parts: Leaves, sums: Any, state: Any, cohort: Array, key: Key
 ) -> tuple[Params, Any, Report]:
+    sums, parts, state, key = on_one_device((sums, parts, state, key))
     statistics = {}
     if isinstance(sums, SumsAndStatistics):
         sums, statistics = sums.sums, sums.statistics.mean()

@@ -14,6 +14,7 @@ from fisherjax._core import checks, output_checks
 from fisherjax._core.compiler import eval_shape, jit
 from fisherjax._device_division import Division, divide
 from fisherjax._stacked import shapes_of_one
+from fisherjax._upload_checks import check_precision
 from fisherjax.algorithms.base import Algorithm, Update, check_algorithm, nothing
 from fisherjax.clients import Federation
 from fisherjax.devices import Memory, replicate
@@ -260,6 +261,7 @@ def _check_summary(
     algorithm: Algorithm, trained: Trained, federation: Federation, key: Key
 ) -> None:
     checks.key(key)
+    check_precision("the trained params", trained.params)
     if algorithm.model is not None:
         checks.model(algorithm.model)
         output_checks.gradients_stay_apart(trained.params, federation)

@@ -700,6 +700,17 @@ NETWORKS = {
         (B, 3, 2),
         sorted(k + g for g in "ifgo" for k in "hk"),
     ),
+    "a branch for each example": (
+        jax.vmap(
+            lambda p, x: lax.cond(
+                x[0] > 0, lambda x: jnp.tanh(x @ p["w"] + p["b"]), lambda x: x @ p["v"], x
+            ),
+            (None, 0),
+        ),
+        {"w": (4, 3), "b": (3,), "v": (4, 3)},
+        (B, 4),
+        ["v", "w"],
+    ),
     # Tables that are added after a lookup by constants.
     **{
         f"table, {name}": (apply, shapes, (B, L, 4), sorted(shapes))
@@ -859,6 +870,28 @@ MIXING = {
     "pooled": lambda p, x: lax.reduce_window(x, 0.0, lax.add, (2, 1), (1, 1), "SAME") @ p["w"],
     "recurrent": lambda p, x: lax.scan(lambda h, row: (h + row, h), x[0], x)[1] @ p["w"],
     "dropout": lambda p, x: (x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)) @ p["w"],
+    "groups of rows": lambda p, x: lax.ragged_dot(
+        x, p["w"][None].repeat(2, 0), jnp.array([2, len(x) - 2])
+    ),
+}
+
+
+def with_noise(p, x):
+    def noise(i):
+        return jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (4,))
+
+    return (x + jax.vmap(noise)(jnp.arange(len(x)))) @ p["w"]
+
+
+PLACES = {
+    "a number": lambda p, x: jnp.tanh(x + jnp.arange(len(x))[:, None]) @ p["w"],
+    "a feature": lambda p, x: jnp.append(x[:, 1:], jnp.arange(len(x))[:, None] * 1.0, 1) @ p["w"],
+    "a choice": lambda p, x: jnp.where(jnp.arange(len(x))[:, None] % 2 == 0, x, 0) @ p["w"],
+    "a row of params": lambda p, x: x @ p["w"] + p["w"].at[jnp.arange(len(x))].get(mode="clip"),
+    "noise": with_noise,
+    "the index of a mapped axis": jax.vmap(
+        lambda p, x: (x + lax.axis_index("batch")) @ p["w"], (None, 0), axis_name="batch"
+    ),
 }
 STRUCTURES = [
     fisher.diagonal,
@@ -878,12 +911,65 @@ def test_examples_that_depend_on_each_other_are_refused(name, structure):
         structure(model, params, Examples(x), **options)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", PLACES)
+def test_outputs_that_depend_on_the_place_in_the_batch_are_refused(name, structure):
+    params = {"w": jnp.ones((4, 3))}
+    options = {"vector": params} if isinstance(structure, partial) else {}
+    model, x = Model(PLACES[name], likelihoods.gaussian), jnp.ones((B, 4))
+    with pytest.raises(ValueError, match=r"place in the batch \(\w+.*with the inputs"):
+        structure(model, params, Examples(x), **options)
+
+
+PIECES = {
+    "pieces of the batch": (
+        lambda p, x: lax.map(lambda row: row @ p["w"][0], x, batch_size=2),
+        r"test_layers\.py.*jax\.lax\.map.*jax\.vmap",
+    ),
+    "one example after the other": (
+        lambda p, x: lax.map(lambda row: row @ p["w"][0], x),
+        r"jax\.vmap.*but jax\.lax\.map",
+    ),
+    "rows by their expert": (
+        lambda p, x: lax.ragged_dot(
+            x[jnp.argsort(x[:, 0])], p["w"], jnp.bincount(jnp.int32(x[:, 0]), length=2)
+        ),
+        r"In place of jax\.lax\.ragged_dot.*jnp\.einsum",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_batch_that_is_divided_is_refused_with_a_way_out(name):
+    apply, message = PIECES[name]
+    model, params = Model(apply, likelihoods.gaussian), {"w": jnp.ones((2, 4, 3))}
+    with pytest.raises(ValueError, match=message):
+        fisher.kfac(model, params, Examples(jnp.ones((B, 4))))
+
+
+def test_kernels_that_are_all_computed_and_chosen_are_the_way_out_of_ragged_products(x64):
+    def apply(params, x):
+        group = jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)
+        return jnp.einsum("bi,gio,bg->bo", x, params["w"], group)
+
+    params, x = draw({"w": (2, 4, 3)}, 0), draw((B, 4), 1)
+    found = fisher.kfac(Model(apply, likelihoods.gaussian), params, Examples(x))
+    # The inputs of this layer are the features of an example, in the rows of its group.
+    group = jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)
+    features = jnp.einsum("bi,bg->bgi", x, group).reshape(B, -1)
+    chex.assert_trees_all_close(found.factors["w"]["input"], features.T @ features / B)
+
+
 def test_what_only_looks_like_mixing_is_not_refused():
     def apply(params, x):
         h = jnp.cumsum(x[..., ::-1], 1) @ params["w"]  # along the features
         h = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, 2 * s[1]), (0, h))[1]
         h = h + jax.random.normal(jax.random.key(0), (3,))  # the same for every example
         rows = jnp.arange(len(x))
+        h = h + lax.map(lambda row: x[row].sum(), rows)[:, None]
+        h = h + jax.nn.one_hot(jnp.argmax(x, 1), 3) * jnp.arange(3)  # places of features
+        h = h + jax.ops.segment_sum(jnp.concatenate([h, h]), jnp.tile(rows, 2), len(x))
+        h = h + jnp.take_along_axis(h, jnp.argsort(h, 1), 1)
         return h.at[rows, 0].add(h[rows, 1]) + lax.map(lambda row: row.sum(), x)[:, None]
 
     params, x = {"w": jnp.ones((4, 3))}, jnp.ones((B, 4))
