@@ -122,6 +122,8 @@ def figure(
             _curve(panel, rows, algorithm, epochs, metric, axis)
         panel.set_title(plan.each_round(epochs), fontsize="medium", loc="left")
         panel.set_xlabel(AXES[axis])
+        if axis == "rounds":
+            panel.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel(what)
     figures.save_with_legend(drawn, config.out / file, columns=side_by_side)
 
