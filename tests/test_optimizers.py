@@ -87,6 +87,12 @@ _OPTIMIZERS = {
     "schedule_free": (lambda: contrib.schedule_free(optax.sgd(0.5), 0.5), (), averaged),
 }
 OPTIMIZERS = {name: Optimizer(*own) for name, own in _OPTIMIZERS.items()}
+# Of the same interface as others that are always asked.
+ALIKE = {"inject_hyperparams", "masked", "adamw", "muon", "polyak_sgd"}
+
+
+def priced(names):
+    return [pytest.param(x, marks=pytest.mark.slow) if x in ALIKE else x for x in names]
 
 
 @functools.cache
@@ -144,7 +150,7 @@ def assert_like(params, name, **how):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", priced(OPTIMIZERS))
 def test_training_is_the_plain_loop(world, name):
     """Whole clients are one minibatch, so that the order of examples does not matter."""
     assert_like(train(world, made(name)).params, name)
@@ -161,7 +167,13 @@ def test_epochs_one_at_a_time_and_all_at_once_end_alike(world, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["lbfgs", "reduce_on_plateau", "sam, opaque", "sam", "adamw"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *priced(["lbfgs", "reduce_on_plateau", "sam, opaque", "adamw"]),
+        pytest.param("sam", marks=pytest.mark.slow),
+    ],
+)
 def test_under_fedprox_the_loss_has_its_pull(world, name):
     optimizer = algorithms.fedprox(mu=0.7).optimizer(made(name))
     assert_like(train(world, optimizer, epochs=4).params, name, pull=0.7, epochs=4)

@@ -178,7 +178,9 @@ STRUCTURES = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("name", OFTEN)
+@pytest.mark.parametrize(
+    "name", [n if n == "each" else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+)
 def test_no_fisher_depends_on_padding_whatever_is_drawn(name, kind):
     model, (params, _), *_ = MODELS[name]
     for structure in STRUCTURES[name]:
