@@ -35,7 +35,9 @@ def rewrite(equation: Any, operands: Sequence[Value]) -> Value | None:
     elif name == "add":
         found = _add(equation, *values)
     else:
-        is_moved = len(values) == 1 and _keeps_first_axis(equation)
+        # A condition is the same along further axes, of which JAX 0.7 cuts before it drops one.
+        is_cut = name == "slice" and isinstance(values[0], Condition)
+        is_moved = len(values) == 1 and (is_cut or _keeps_first_axis(equation))
         found = _move(equation, values[0]) if is_moved else None
     return None if found is None else (found, origin)
 
@@ -128,7 +130,8 @@ def _move(equation: Any, value: Any) -> Any:
     if isinstance(value, Condition):
         is_cast = name in ("convert_element_type", "stop_gradient")
         number = apply(equation, [value.value]) if is_cast else value.value
-        return None if name == "transpose" else Condition(number, new)
+        is_whole = name != "transpose" and new[0] == value.shape[0]
+        return Condition(number, new) if is_whole else None
 
     def moved(case: Any) -> Any:
         if not isinstance(case, Repeated):
