@@ -224,14 +224,15 @@ METHODS = {
     "weighted_fedavg, kfac": lambda m: A.weighted_fedavg(m, fisher=fj.fisher.kfac),
 }
 # Each with what float32 may make of equal sums. Of natural gradients two solves follow each other,
-# for moves of the head and for shares of ways, of conditions 360 and 300 by their ridges of 1e-2:
-# of sums that differ by 2e-7 of rounding, and solves that round by as much, come models that differ
-# by up to 660 times the two, 2.6e-4. The law in float64 below leaves them no such room.
+# for moves of the head and for shares of ways. Two ways of nearly one direction magnify rounding:
+# what clients send, changed by 3e-7 in float64, changes the model by 2.6e-5 to 2.1e-4, with a
+# single way by 1e-5. So the law of two ways is held in float64.
 EXCHANGES = {
     "analytic_head": (A.analytic_head, 1e-5),
     "ccvr": (partial(A.ccvr, draws=200, epochs=1), 1e-5),
-    "natural_gradient": (partial(A.natural_gradient, damping=(1.0, 0.1)), 2.6e-4),
+    "natural_gradient": (partial(A.natural_gradient, damping=(1.0,)), 5e-5),
 }
+WIDE = EXCHANGES | {"natural_gradient": (partial(A.natural_gradient, damping=(1.0, 0.1)), None)}
 HALVES = [np.arange(7), np.arange(7, N)]
 # Of ten examples of a client, natural gradients hold one aside.
 MANY = [np.arange(11), np.arange(11, N)]
@@ -283,7 +284,7 @@ def test_no_exchange_depends_on_padding(name, method, key):
 @pytest.mark.parametrize("method", EXCHANGES)
 @pytest.mark.parametrize("name", ["pooled", pytest.param("each", marks=pytest.mark.slow)])
 def test_no_exchange_depends_on_padding_by_more_than_rounding(name, method, key, x64):
-    make, _ = EXCHANGES[method]
+    make, _ = WIDE[method]
     short, long = played(make, name, MANY, key)
     assert_close([message.sent for message in short], [message.sent for message in long], 1e-9)
     assert_close(short[-1].params, long[-1].params, rtol=1e-9)

@@ -39,6 +39,14 @@ def test_clients_with_other_networks_are_refused_by_the_leaf(page):
         )
 
 
+def test_the_memory_of_the_page_is_predicted(page):
+    said = re.search(r"FedAvg needs (\d+) KiB, K-FAC (\d+)", PAGE.read_text()).groups()
+    for method, kib in zip((page.fj.algorithms.fedavg(), page.fedfisher), said, strict=True):
+        how = {"key": page.jax.random.key(2)}
+        need = page.fj.merging.summarize_memory(method, page.params, page.clients, **how)
+        assert need.resident // 1024 == int(kib)
+
+
 def test_the_numbers_of_the_page_come(page):
     text = PAGE.read_text()
     low, high, mean = re.search(r"from ([\d.]+) to ([\d.]+), and ([\d.]+), their", text).groups()

@@ -156,8 +156,9 @@ def _traced(name: str, function: Callable, params: Params, inputs: Any, *rest: A
         return jax.eval_shape(function, params, inputs, *rest)
     except NotImplementedError as error:
         raise ValueError(
-            f"{name} failed on inputs of {describe(inputs)}: JAX does not implement one of its "
-            f"operations ({summary(error)}). Use another, such as jnp.einsum for ragged products."
+            f"{name} failed on inputs of {describe(inputs)} ({summary(error)}). JAX, or the "
+            "network itself, does not implement one of its operations. Use another, such as "
+            "jnp.einsum for ragged products."
         ) from error
     # The user's function may raise an error of any type.
     except Exception as error:

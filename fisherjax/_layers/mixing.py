@@ -89,7 +89,7 @@ def follow_places(equation: Any, places: set[Any], data: set[Any]) -> tuple[list
     """
     name, operands = equation.primitive.name, variables(equation.invars)
     if name == "iota":
-        is_of_examples = equation.params["shape"][equation.params["dimension"]] == views.MANY
+        is_of_examples = equation.params["shape"][equation.params["dimension"]] == MANY
         return equation.outvars if is_of_examples else [], False
     if places.isdisjoint(operands):
         return [], False

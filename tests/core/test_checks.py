@@ -220,6 +220,15 @@ def test_a_network_that_fails_is_told_with_the_inputs_it_got():
         output_checks.outputs(Model(lambda p, x: x.sum(), likelihoods.gaussian), PARAMS, INPUTS)
 
 
+def test_an_operation_that_is_not_implemented_is_said_whoever_left_it_out():
+    def unfinished(params, x):
+        raise NotImplementedError("later")
+
+    words = r"\(NotImplementedError: later\).* JAX, or the network itself, does not implement"
+    with pytest.raises(ValueError, match=words):
+        output_checks.outputs(Model(unfinished, likelihoods.gaussian), PARAMS, INPUTS)
+
+
 # Examples
 
 
