@@ -204,7 +204,7 @@ for found, expected in zip(law.used(params), alone):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_clients_on_two_devices_leave_a_base_alone():
     root = Path(__file__).parents[1]
     done = subprocess.run(

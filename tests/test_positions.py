@@ -334,7 +334,7 @@ def test_training_and_metrics_leave_out_padding_and_ignored_labels(key):
     np.testing.assert_allclose(found, share, rtol=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_empirical_fisher_reads_ignored_labels_and_the_true_one_does_not():
     model, (params, _), *_ = MODELS["each"]
     flat, restore = jax.flatten_util.ravel_pytree(params)
@@ -470,7 +470,7 @@ def sized(*shapes):
     return dict(zip("eWh", (weights(*shape) for shape in shapes), strict=True))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_axes_of_heads_repeat_what_counts():
     model, params = fj.Model(shared_by_heads, **how), sized((WORDS, 4), (2, 3), (6, CLASSES))
     kfac = partial(fj.fisher.kfac, kind=fj.fisher.true)

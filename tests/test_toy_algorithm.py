@@ -147,7 +147,7 @@ def test_both_commands_run_it(finished):
     assert "--toy.mu 0.25" in federated
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_same_commands_go_on_where_they_were_stopped(finished):
     before = left(finished)
     results = finished / "one_shot" / "results.csv"

@@ -54,7 +54,7 @@ def _problem(repeats=3, clients=2):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damping", [0.0, 1.0])
+@pytest.mark.parametrize("damping", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_layers_solved_apart_are_those_solved_together(damping):
     fishers, models, start = _problem()
     assert {layer.kernel for layer in fishers.layers} - {

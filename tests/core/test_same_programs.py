@@ -61,7 +61,7 @@ for network, (module, inputs, methods) in networks.items():
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_lower_every_pass_and_merge_to_the_same_text():
     """Neither addresses in memory nor hashes of strings, which differ, may order equations."""
     flags = {"PYTHONWARNINGS": "ignore", "JAX_PLATFORMS": "cpu"}

@@ -189,7 +189,7 @@ def test_the_table_has_the_accuracies_of_its_rounds():
     assert np.isfinite([float(x.split()[0]) for line in numbers for x in line]).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_grid_whose_rows_are_cut_goes_on_to_the_same_rows(tmp_path):
     words = (*SMALL, "--rounds", "4", "--local-learning-rate", "0.02", "0.05", "--no-keep-models")
     words += ("--personal-points", "2", "--personal-epochs", "2", "--out", str(tmp_path))

@@ -78,7 +78,7 @@ def test_the_command_splits_cifar100_by_pachinko():
     np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(50_000))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_runs_domains(folder, tmp_path):
     words = [
         *("--dataset", "c4", "--data-dir", str(folder), "--num-clients", "8", "--cohort", "3"),

@@ -202,7 +202,7 @@ def uploads(reference: Reference, shared: Path, model: fj.Model) -> fj.algorithm
 
 
 # A core takes 15 seconds for the 2,000 steps of each.
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimised")
 @pytest.mark.parametrize(("compressed", "theirs"), [(False, 91.36), (True, 91.48)])
 def test_the_papers_adam_has_no_damping(
@@ -335,7 +335,7 @@ def merged(few: Path, tmp_path: Path):
 FEW = ("--algorithms", "fisher_merge")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_any_file_leaves_what_one_shot_does(merged, tmp_path, capsys):
     out = tmp_path / "out"
     assert merged(*FEW, "--max-examples", "10") == 0

@@ -105,7 +105,7 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_from_its_last_round(w
     assert found == [row for row in whole if not row.metric.startswith("barrier")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_domain_without_text_is_named_by_a_warning_of_its_round(tmp_path, capsys):
     pages = [(f"d{k:02}.org", f"{k}" * 150) for k in range(6)]
     fj.datasets.group([*pages, ("short.org", "x")], tmp_path / "c4", shards=2)

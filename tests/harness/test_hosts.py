@@ -58,8 +58,8 @@ def alone(tmp_path_factory):
     return results(out)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 4])
 def test_several_processes_give_the_results_of_one(number, alone, tmp_path):
     # Five clients, which neither two nor four devices divide.
     with processes(number, tmp_path, *OPTIONS) as started:

@@ -80,7 +80,7 @@ def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch)
         assert {len(one.targets) for one in judged} == {number}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_its_clients_need_is_predicted_by_their_own_program(compilations):
     merging = dataclasses.replace(SMALL.merging, algorithms=("fedov",))
     task = tasks.one_round(dataclasses.replace(SMALL, merging=merging))
