@@ -92,7 +92,7 @@ notebook: $(VENV)/.dev ## Execute the notebooks, after checking them against the
 	    cells = lambda path: [(c.cell_type, c.source) for c in jupytext.read(path).cells]; \
 	    old = [n for n in sys.argv[1:] if cells(n + ".py") != cells(n + ".ipynb")]; \
 	    sys.exit(", ".join(old) + " out of date: make notebook-update" if old else 0)' $(NOTEBOOKS)
-	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 $(NOTEBOOKS:=.ipynb)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --nbmake --nbmake-timeout=600 $(NOTEBOOKS:=.ipynb)
 
 notebook-update: $(VENV)/.dev ## Update the notebooks and their outputs from their sources
 	$(VENV)/bin/jupytext --quiet --to ipynb --update $(NOTEBOOKS:=.py)

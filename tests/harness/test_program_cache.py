@@ -56,7 +56,7 @@ def entries(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*-cache") if path.is_file()]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_second_process_of_a_command_compiles_nothing(tmp_path):
     words = ["--epochs", 1, "--algorithms", "fedfisher_kfac", "--no-central"]
     outputs = [
