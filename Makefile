@@ -138,15 +138,15 @@ $(NEWEST)/.test: pyproject.toml
 	$(NEWEST)/bin/python $(INSTALL) --upgrade --editable ".[test]"
 	@touch $@
 
-# Two environments see the packages of another and install only what differs.
+# An environment that sees the packages of another installs only what differs.
 $(PREVIOUS)/.test: $(NEWEST)/.test Makefile
 	$(call environment_on,$(PREVIOUS),$(NEWEST))
 	$(PREVIOUS)/bin/python $(INSTALL) "$(PREVIOUS_JAX)" --editable ".[test]"
 	@touch $@
 
-# Flower pins packages that others need newer.
-$(FLOWER)/.test: $(VENV)/.dev
-	$(call environment_on,$(FLOWER),$(VENV))
+# Flower pins packages that others need newer; on another environment its programs over sockets wait.
+$(FLOWER)/.test: pyproject.toml
+	$(call environment,$(FLOWER))
 	$(FLOWER)/bin/python $(INSTALL) --editable ".[flower,test]"
 	@touch $@
 
