@@ -65,6 +65,7 @@ test-oldest: $(OLDEST)/.test ## Run those fast tests on the oldest supported ver
 test-newest: ## Run the fast tests nearest to JAX's inside on its newest version, optimised
 	$(call on_newest,$(NEWEST),tests/fisher tests/layers tests/core/test_compat.py)
 
+# The check of all identities takes the longest, and is asked of the newest.
 test-foreign: ## Verify compiled programs of other people's networks on the newest two jax
 	$(call on_newest,$(NEWEST),$(FOREIGN))
 	$(call on_newest,$(PREVIOUS),$(FOREIGN) -k "not the_check")
@@ -144,7 +145,7 @@ $(PREVIOUS)/.test: $(NEWEST)/.test Makefile
 	$(PREVIOUS)/bin/python $(INSTALL) "$(PREVIOUS_JAX)" --editable ".[test]"
 	@touch $@
 
-# Flower pins packages that others need newer; on another environment its programs over sockets wait.
+# Flower pins packages that others need newer, so it has an environment of its own.
 $(FLOWER)/.test: pyproject.toml
 	$(call environment,$(FLOWER))
 	$(FLOWER)/bin/python $(INSTALL) --editable ".[flower,test]"

@@ -15,7 +15,7 @@ from tests.foreign import cells, processes, programs, tables, verify
 
 SEED = 0
 PAIRS = cells.cover(cells.product(), 2, SEED)
-# What two cores do in less than two minutes; the first cells of a cover have the most pairs.
+# What two cores do in two or three minutes; the first cells of a cover have the most pairs.
 COVER = cells.drawn(cells.product(), 20, SEED)
 # Compiling this much with all optimisations takes minutes: only where that is asked for.
 IS_OPTIMISED = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
