@@ -139,15 +139,15 @@ $(NEWEST)/.test: pyproject.toml
 	$(NEWEST)/bin/python $(INSTALL) --upgrade --editable ".[test]"
 	@touch $@
 
-# An environment that sees the packages of another installs only what differs.
+# Two environments see the packages of another and install only what differs.
 $(PREVIOUS)/.test: $(NEWEST)/.test Makefile
 	$(call environment_on,$(PREVIOUS),$(NEWEST))
 	$(PREVIOUS)/bin/python $(INSTALL) "$(PREVIOUS_JAX)" --editable ".[test]"
 	@touch $@
 
-# Flower pins packages that others need newer, so it has an environment of its own.
-$(FLOWER)/.test: pyproject.toml
-	$(call environment,$(FLOWER))
+# Flower pins packages that others need newer.
+$(FLOWER)/.test: $(VENV)/.dev
+	$(call environment_on,$(FLOWER),$(VENV))
 	$(FLOWER)/bin/python $(INSTALL) --editable ".[flower,test]"
 	@touch $@
 

@@ -70,16 +70,16 @@ def _few_programs_in_memory() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a law that long tests ask of many cases leave a few, far apart; the others are slow.
+    """Of a law that long tests ask of many cases leave one; the others are slow.
 
-    Two, or as many as `@pytest.mark.long(cases=8)` says.
+    Or as many as `@pytest.mark.long(cases=8)` says, far apart.
     """
     laws: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("long") and not item.get_closest_marker("slow"):
             laws.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
     for cases in laws.values():
-        few = cases[0].get_closest_marker("long").kwargs.get("cases", 2)
+        few = cases[0].get_closest_marker("long").kwargs.get("cases", 1)
         kept = {place * len(cases) // few for place in range(few)}
         for place, item in enumerate(cases):
             if place not in kept:

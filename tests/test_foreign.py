@@ -15,8 +15,8 @@ from tests.foreign import cells, processes, programs, tables, verify
 
 SEED = 0
 PAIRS = cells.cover(cells.product(), 2, SEED)
-# What two cores do in two or three minutes; the first cells of a cover have the most pairs.
-COVER = cells.drawn(cells.product(), 20, SEED)
+# What two cores do in one or two minutes; the first cells of a cover have the most pairs.
+COVER = cells.drawn(cells.product(), 12, SEED)
 # Compiling this much with all optimisations takes minutes: only where that is asked for.
 IS_OPTIMISED = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "0"
 

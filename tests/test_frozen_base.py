@@ -146,7 +146,7 @@ def heads():
     return [{"kernel": draw(size=(8, 3)), "bias": draw(size=3)} for _ in range(CLIENTS)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_derivatives_of_a_merge_are_those_of_the_network_with_constants(x64):
     base = jax.tree.map(np.float64, start(16)["base"])
     weights, models = jnp.arange(1.0, CLIENTS + 1), heads()

@@ -255,7 +255,7 @@ def test_no_loss_is_told_of_private_gradients(world):
             train(world, made(name), model=private)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_gradients_train_by_what_needs_only_them(world):
     """Without noise, and a bound above all gradients, they are the gradients."""
     private = fj.privacy.dp_sgd(MODEL, clip=1e6, noise_multiplier=0.0)

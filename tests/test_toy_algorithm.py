@@ -125,7 +125,7 @@ def left(folder):
     return [row._replace(seconds=None) for row in rows], measured, model
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_commands_run_it(finished):
     rows, measured, _ = left(finished)
     found = {

@@ -185,7 +185,7 @@ def test_scale_and_clients_without_weight_do_not_matter(factors, models):
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_derivatives_and_many_dampings_at_once(factors, models, x64):
     fishers, params = merging(factors, models, "input")
 

@@ -30,6 +30,7 @@ def page(run_page):
     return SimpleNamespace(**found)
 
 
+@pytest.mark.slow
 def test_seeds_at_once_are_seeds_alone(page):
     together = page.jax.vmap(page.experiment, in_axes=(0, None))(page.seeds[:2], page.clients)
     alone = page.jax.jit(page.experiment)(page.seeds[1], page.clients)

@@ -59,10 +59,8 @@ def test_equal_clients_get_their_model_back(world):
     np.testing.assert_allclose(info.distillation, 0, atol=1e-4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "settings", [Distillation(), pytest.param(FEDLPA_DISTILLATION, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [Distillation(), FEDLPA_DISTILLATION])
 def test_the_student_learns_and_the_generator_finds_what_the_teacher_knows(world, settings):
     settings = settings._replace(images=32, batch_size=16, width=16)
     *_, info = run(method(8, how=settings), world)

@@ -114,7 +114,7 @@ def test_images_of_an_epoch_are_others_than_before_and_go_by_the_key():
         assert (images[one] != images[two]).mean() > 0.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_width_is_another_generator():
     teacher = [outputs(1.0, 0.0)]
     narrow, wide = (
@@ -146,19 +146,20 @@ def drawn():
         ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_best_images_are_kept(drawn):
     losses = [float(info.synthesis[0]) for info in drawn]
     assert losses == sorted(losses, reverse=True)
     assert losses[0] > losses[-1]
 
 
+@pytest.mark.slow
 def test_noise_is_trained_too(drawn):
     still, *_, moved = (np.asarray(info.images, "int32") for info in drawn)
     assert np.abs(still - moved).max() >= 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_student_sees_crops_only_where_clients_did():
     given, found = ([outputs(0.0, 0.0)], outputs(0.0, 0.0, corner=1.0)), {}
     for crop in (False, True):

@@ -196,8 +196,8 @@ def test_merges_are_those_of_the_formula(world, passes, centre):
     np.testing.assert_allclose(merged["a"], third, rtol=1e-8)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("passes", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", [2, 3])
 def test_where_a_network_branches_errors_are_those_of_the_layers_that_feed_each(residual, passes):
     start, updates = residual
     operator = updates.values["fisher"]

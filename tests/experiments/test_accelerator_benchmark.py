@@ -148,7 +148,7 @@ def test_kernels_of_a_compiled_loop_grow_with_its_length():
     assert more - few == most - more >= 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_line_compares_a_measured_phase_with_its_floors():
     [training] = [x for x in roofline.PHASES if (x.network, x.phase) == ("lenet", "training step")]
     shown = dict(zip(roofline._HEADINGS, roofline.line(training), strict=True))

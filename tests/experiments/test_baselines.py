@@ -29,6 +29,7 @@ def test_each_method_leaves_its_picture_and_its_numbers(drawn):
     assert stay == ["64", "64"]
 
 
+@pytest.mark.slow
 def test_the_same_folder_is_drawn_again_and_another_experiment_is_refused(drawn, capsys):
     other = ["--epochs", "3", *SMALL[2:], "--algorithms", "otfusion", "--out", str(drawn)]
     assert command.main(other) == 1

@@ -145,7 +145,7 @@ def test_a_second_process_reads_programs_from_the_cache_and_the_texts_are_of_all
     assert sizes.instructions > sizes.fusions > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_task_that_fails_shows_its_error():
     with pytest.raises(programs.Failed, match=r"nothing is no task\. Known: digits, mnist"):
         in_fresh_process("nothing")

@@ -20,7 +20,7 @@ def run(tmp_path_factory):
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_leaves_bytes_and_accuracies_and_the_figure(run):
     _, *lines = (run / "results.csv").read_text().splitlines()
     found = {tuple(line.split(",")[:2]): line.split(",")[2:] for line in lines if '"' not in line}

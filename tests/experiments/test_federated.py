@@ -79,6 +79,7 @@ def test_a_run_leaves_its_configuration_numbers_table_pictures_and_models(finish
     assert "python -m experiments.federated" in text
 
 
+@pytest.mark.slow
 def test_total_epochs_are_shared_out_over_rounds(finished):
     rows = rows_of(finished)
     assert max(int(row["round"]) for row in rows if row["local_epochs"] == "1") == 4
@@ -295,7 +296,7 @@ def test_a_run_whose_rows_are_not_all_there_is_finished_from_its_checkpoint(tmp_
     assert rows_of(cut) == rows_of(whole)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_folder_that_takes_more_rounds_and_seeds_is_that_of_the_larger_run(tmp_path):
     """The last round of the smaller run was measured, which the larger run does not do."""
     words = (*SMALL, "--eval-every", "2", "--no-barrier", "--checkpoint-seconds", "0")

@@ -209,7 +209,7 @@ def test_a_grid_whose_rows_are_cut_goes_on_to_the_same_rows(tmp_path):
     assert main([*SMALL, "--rounds", "4", "--out", str(tmp_path)]) == 1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_that_stops_early_is_finished_and_each_round_was_tracked(tmp_path):
     words = (*SMALL, "--rounds", "6", "--patience", "1", "--learning-rate", "1e-9")
     words += ("--learning-rate-schedule", "cosine", "--tracker", "csv", "--out", str(tmp_path))

@@ -47,7 +47,7 @@ def row(algorithm, value, metric="accuracy", **more):
 # Content
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_cell_and_seed_leaves_its_run_and_its_label_table(finished):
     folders = {path.name for path in (finished / "digits").iterdir()}
     assert folders == {f"m{number}-alpha0.5-seed{seed}" for number in (3, 4) for seed in (0, 1)}
@@ -305,7 +305,7 @@ def test_fedov_is_foretold_from_its_clients_and_a_few_epochs_of_its_student(voti
     assert found.distillation == 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_probe_compiles_what_fedov_needs(voting, compilations):
     forecast.probe(voting)
     federation, aside = votes.split(*voting[1].federations.values(), jax.random.key(5))

@@ -109,6 +109,7 @@ def test_kronecker_factors_of_one_example_are_exact_in_a_dense_layer_only():
     assert found["conv1"][0] < 0.99
 
 
+@pytest.mark.slow
 def test_similarity_lies_between_none_and_all(blocks):
     found = fisher_blocks.similarities(blocks)
     assert found.keys() == {*blocks.sizes, "all layers"}

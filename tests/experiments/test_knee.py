@@ -49,6 +49,7 @@ def test_a_run_leaves_each_accuracy_and_the_figure(run):
     assert "| Fisher merging | true |" in (run / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_and_another_is_refused(run, capsys):
     path = run / "results.csv"
     whole = path.read_text()

@@ -223,7 +223,7 @@ def _train(*_, **__):
     raise AssertionError("clients were kept, but are trained again")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_study_goes_on_and_further_methods_train_nothing(options, monkeypatch, capsys):
     first = _run(Config(**options))
     assert [row["algorithm"] for row in first[::2]] == ["start", "own", "joint"] + 2 * ["fedavg"]
@@ -254,7 +254,7 @@ def test_clients_of_a_domain_have_its_sentences_in_shares_of_labels(options):
     assert sum(max(count) for count in counts) > 0.9 * found.train.sizes.sum()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_domain_that_is_split_has_clients_of_its_own(options, capsys):
     split = options | {"num_clients": 2, "scales": (1.0,)}
     both = _run(Config(**split))
@@ -275,7 +275,7 @@ def test_clients_that_were_kept_before_domains_could_be_split_are_found(options,
     assert text_clients.digest(dataclasses.replace(task, num_clients=2), 0) != digest
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_adapters_all_methods_merge_clients_that_are_trained_once(options, monkeypatch):
     options |= {"algorithms": ("fedavg", "task_arithmetic"), "ranks": (2,)}
     summaries, summarize = [], fj.merging.summarize

@@ -51,7 +51,7 @@ def same_rows(one, other):
         assert row == its
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_on_disk_is_the_run_in_memory(writers, tmp_path):
     """All records are the same, on training, validation and held-out clients and in traffic."""
     for name, more in (("memory", []), ("disk", ["--stream"])):

@@ -10,6 +10,9 @@ from typing import Any
 
 from experiments.flower import processes
 
+HUNG = 600.0
+"""Seconds after which a test gives up; the slowest machine so far takes a third of it."""
+
 
 class Command:
     """A command of experiments.flower, or of a module in it, in a process of its own."""
@@ -20,16 +23,16 @@ class Command:
         with open(log, "a") as output:
             self.process = processes.start(command, os.environ, output)
 
-    def says(self, words: str, seconds: float = 120) -> None:
-        until(lambda: words in self.log.read_text() or self.process.poll() is not None, seconds)
+    def says(self, words: str) -> None:
+        until(lambda: words in self.log.read_text() or self.process.poll() is not None)
         assert words in self.log.read_text(), self.log.read_text()
 
-    def status(self, seconds: float = 240) -> int:
+    def status(self, seconds: float = HUNG) -> int:
         return self.process.wait(seconds)
 
 
-def until(met: Callable[[], Any], seconds: float) -> None:
-    limit = time.monotonic() + seconds
+def until(met: Callable[[], Any]) -> None:
+    limit = time.monotonic() + HUNG
     while not met():
         assert time.monotonic() < limit, "waited for too long"
         time.sleep(0.1)

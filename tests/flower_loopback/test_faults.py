@@ -23,7 +23,7 @@ from experiments.flower import keys, processes, submit
 from experiments.flower.proxy import Proxy
 from tests.flower_loopback.commands import Command, free_port, until
 
-pytestmark = [pytest.mark.long, pytest.mark.skipif(os.name == "nt", reason="signals of Unix")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="signals of Unix")]
 
 HERE, CLIENTS, MOST, TIMEOUT = Path(__file__).parent, 3, 1000.0, 40
 FAULTS = {
@@ -164,21 +164,21 @@ def scenario(folder: Path, started: list[subprocess.Popen]) -> Outcome:
         some, others = nodes("node0", 0, 1, proxy.port), nodes("nodes", 1, 2, port)
         first = run(1)
         # The connection of client 0 is cut in the second round.
-        until(lambda: asked(1, 0) or first.process.poll() is not None, 200)
+        until(lambda: asked(1, 0) or first.process.poll() is not None)
         proxy.cut()
         time.sleep(4)
         proxy.mend()
         # The server is killed between two rounds.
-        until(lambda: rounds() >= 2 or first.process.poll() is not None, 200)
+        until(lambda: rounds() >= 2 or first.process.poll() is not None)
         before = state.read_bytes()
         os.kill(int((state.parent / "lock").read_text()), signal.SIGKILL)
         statuses, kept = [first.status()], [state.read_bytes() == before]
         second = run(2)
         # The server and the superlink are killed while the sum holds two of three uploads.
-        until(lambda: rounds() >= 3 or second.process.poll() is not None, 200)
+        until(lambda: rounds() >= 3 or second.process.poll() is not None)
         before = state.read_bytes()
         both = lambda: asked(3, 0, "answered") and asked(3, 1, "answered")  # noqa: E731
-        until(lambda: both() or second.process.poll() is not None, 200)
+        until(lambda: both() or second.process.poll() is not None)
         time.sleep(6)
         # Without its superlink the proxy would accept connections and close them; a supernode of
         # Flower 1.42 may hang where that happens during the handshake of TLS.
@@ -191,7 +191,7 @@ def scenario(folder: Path, started: list[subprocess.Popen]) -> Outcome:
         superlink("superlink_again")
         proxy.mend()
         third = run(3)
-        until(lambda: rounds() >= len(MERGED) or third.process.poll() is not None, 300)
+        until(lambda: rounds() >= len(MERGED) or third.process.poll() is not None)
         statuses.append(third.status())
         said = {n: (x.process.poll(), x.log.read_text()) for n, x in intruding.items()}
         alive = set().union(*(processes.descendants(each.pid) for each in started))

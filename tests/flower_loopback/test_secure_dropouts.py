@@ -98,7 +98,7 @@ def run(folder: Path, started: list[subprocess.Popen]) -> Outcome:
     stay = nodes("stay", [place for place in range(CLIENTS) if place not in LOST], [])
     lost = nodes("lost", [*LOST], FAULTS)
     for name in ("stay", "lost"):
-        until(lambda name=name: "connected" in (folder / f"{name}.log").read_text(), 120)
+        until(lambda name=name: "connected" in (folder / f"{name}.log").read_text())
     (folder / "run.toml").write_text("".join(f"{n} = {json.dumps(x)}\n" for n, x in config.items()))
     words = str(submit.APP), "fisherjax", "--stream", "--run-config", str(folder / "run.toml")
     server = begun("run", processes.program("flwr"), "run", *words)
@@ -112,7 +112,7 @@ def run(folder: Path, started: list[subprocess.Popen]) -> Outcome:
             states.setdefault(int(arrays["number"]), arrays)
         return ended
 
-    until(over, 300)
+    until(over)
     plan = quick_nodes.Plan(**json.loads((folder / "stay.json").read_text()))
     rounds = path.with_name("rounds.jsonl")
     rows = [json.loads(x) for x in rounds.read_text().splitlines()] if rounds.exists() else []
