@@ -62,8 +62,8 @@ ORDER = [
     "merging",
     "secure_aggregation",
     "files",
-    "rounds",
     "metrics",
+    "rounds",
     "personalization",
     "theory",
     "flower",
@@ -106,7 +106,7 @@ BUILT = {  # folders whose files build on one another
         *("checkpoints._merge", "checkpoints._imported", "merge"),
         *("adapters._config", "adapters.folders", "adapters.merge"),
     ],
-    "rounds": ["_cohorts", "_one_round", "experiment", "stream"],
+    "rounds": ["_cohorts", "_messages", "_one_round", "experiment", "stream"],
     "flower": [
         *("_wire", "_uploads", "_secure", "_state", "_kept", "_secure_client", "_replies"),
         *("_client", "_grid", "_received", "_nodes", "_secure_server", "_strategy", "_server"),

@@ -93,12 +93,18 @@ def footnote(config: Federated) -> str:
     if len(config.seeds) > 1:
         runs = f"mean ± standard deviation over {len(config.seeds)} seeds"
         bands = " Curves are means over seeds, bands their ranges."
+    left_out = "Diverged clients"
+    if config.must_improve:
+        left_out = (
+            "Clients whose loss on their own examples training made worse were left out, as "
+            "diverged ones; both"
+        )
     return (
         f"{what} in %, {runs}, of the last model: on the test data, then the mean over held-out "
         "clients of the model as it is and fine-tuned on 25 or 50 % of their data, always on the "
         "other half. The barrier is in nats of the loss, the mean over the rounds measured."
-        f"{perplexity} Down and up are a client's bytes in a round. Diverged clients are counted "
-        f"over all rounds.{bands}"
+        f"{perplexity} Down and up are a client's bytes in a round. {left_out} are counted over "
+        f"all rounds.{bands}"
     )
 
 
@@ -172,11 +178,12 @@ def _cells(config: Federated, rows: Sequence[records.Row]) -> dict[str, str]:
         name = f"{100 * fraction:g} % tuned" if fraction else "held out %"
         cells[name] = percent("held_out", fraction)
     barrier_losses = [_values(own, "cohort", "barrier_loss") for own in by_seed.values()]
+    count = {"worse": config.must_improve, "diverged": True}
     return cells | {
         "barrier": tables.spread([statistics.fmean(x) for x in barrier_losses if x], digits=3),
         "down": tables.size(_values(last, "traffic", "down")[0]),
         "up": tables.size(_values(last, "traffic", "up")[0]),
-        "diverged": f"{sum(_values(rows, 'cohort', 'diverged')):.0f}",
+        **{n: f"{sum(_values(rows, 'cohort', n)):.0f}" for n, shown in count.items() if shown},
     }
 
 

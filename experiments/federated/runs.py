@@ -49,6 +49,7 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
     training, server = config.training, _SERVERS[config.server_optimizer]
     how = {"cohort": config.cohort, "batch_size": training.batch_size}
     how["clients_per_chunk"] = training.clients_per_chunk
+    how["must_improve"] = config.must_improve
     # The rate of a grid is in the state, so that all cells run one program.
     how["optimizer"] = _optimizer(task, 1.0) if grid.asked(config) else task.optimizer
     chosen_by = validation(task)
@@ -199,7 +200,7 @@ def _during(config: Federated, row: records.Row) -> bool:
         return plan.validated(config, *where)
     if row.split == "held_out":
         return row.round in plan.milestones(config, row.local_epochs or 1)
-    always = row.split == "cohort" and row.metric in ("loss", "diverged")
+    always = row.split == "cohort" and row.metric in ("loss", "diverged", "worse")
     return always or (row.split in ("cohort", "test") and measured(config, *where))
 
 
@@ -231,6 +232,8 @@ def _after_round(
         ("cohort", "loss", None): done.loss / task.positions,
         ("cohort", "diverged", None): done.diverged.sum(),
     }
+    if config.must_improve:
+        found["cohort", "worse", None] = done.worse.sum()
     if measured(config, *where):
         found |= _means(task, "test", fj.metrics.performance(task.model, state.params, task.test))
         if config.barrier:

@@ -179,6 +179,8 @@ class Federated(commands.Imports):
     """Passes of a client over its data in a round; each number is a separate experiment."""
     cohort: int = 10
     """Number of clients that take part in a round."""
+    must_improve: bool = False
+    """Leave clients out of a round in which training raised the loss of their own examples."""
     validation_clients: int = 5
     """Number of clients that choose among server learning rates."""
     held_out_clients: int = 5

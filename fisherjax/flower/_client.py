@@ -34,7 +34,8 @@ from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs
 from fisherjax.merging.run_exchanges import message_shapes, summarize_received
 from fisherjax.parallel import Layout
-from fisherjax.rounds._one_round import client_half, client_inputs, parts_of
+from fisherjax.rounds._messages import client_inputs
+from fisherjax.rounds._one_round import client_half, parts_of
 from fisherjax.typing import Key, Model, Params
 
 

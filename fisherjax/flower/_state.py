@@ -16,7 +16,7 @@ from fisherjax.clients import Federation
 from fisherjax.flower._secure import Secure
 from fisherjax.leaves import Leaves
 from fisherjax.rounds import Federated
-from fisherjax.rounds._one_round import download
+from fisherjax.rounds._messages import download
 from fisherjax.typing import AnyArray, Key, Params
 
 # The server's noise is drawn from keys that are folded with numbers of `clients`.

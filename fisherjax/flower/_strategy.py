@@ -31,7 +31,8 @@ from fisherjax.flower._state import (
 )
 from fisherjax.merging.run_exchanges import message_shapes, start_message
 from fisherjax.rounds._cohorts import draw_cohort
-from fisherjax.rounds._one_round import download, parts_of
+from fisherjax.rounds._messages import download
+from fisherjax.rounds._one_round import parts_of
 from fisherjax.typing import Key, Params
 
 

@@ -16,16 +16,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fisherjax import clients, leaves, merging, training, tree
+from fisherjax import clients, leaves, merging, metrics, training, tree
 from fisherjax._core.compiler import jit
 from fisherjax._finite_uploads import Diverged
-from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, Update
 from fisherjax.clients import Federation
 from fisherjax.leaves import Leaves
 from fisherjax.local_update import ClientInputs, LocalTraining
 from fisherjax.parallel import Layout
 from fisherjax.rounds._cohorts import draw_cohort
+from fisherjax.rounds._messages import broadcast, client_inputs, received
 from fisherjax.training import Trained
 from fisherjax.typing import AnyArray, Array, Key, Model, Params
 
@@ -61,6 +61,8 @@ class Round(NamedTuple, Generic[Report]):
         left_out: Clients that were left out because their updates are not finite, and the first
             such leaf of each; `left_out.by_client(cohort)` names them.
         info: What the algorithm's `aggregate` reports.
+        worse: [K], whether a client was left out because training raised the loss of its own
+            examples; False for all unless the experiment has `must_improve`.
     """
 
     number: int | Array
@@ -70,10 +72,11 @@ class Round(NamedTuple, Generic[Report]):
     loss: Array
     left_out: Diverged
     info: Report
+    worse: Array
 
     @property
     def diverged(self) -> AnyArray:
-        """Whether each client of the cohort was left out, [K]."""
+        """Whether each client's update is not finite, so that it was left out, [K]."""
         return ~self.left_out.present
 
 
@@ -88,6 +91,7 @@ class Experiment(NamedTuple, Generic[Report]):
     batch_size: int
     clients_per_chunk: int
     availability: Callable[[Array], Array] | None = None
+    must_improve: bool = False
 
 
 class CohortResult(NamedTuple):
@@ -99,6 +103,7 @@ class CohortResult(NamedTuple):
     key: Key
     cohort: Array
     sizes: Array
+    worse: Array
     before: tuple[Any, dict[str, Array]]
     trained: Trained
     update: Any
@@ -120,7 +125,24 @@ def train_and_summarize(
     """Draw a cohort, train it and summarize it."""
     key, cohort, chosen, before, given = start_round(experiment, state, federation, key)
     trained, update, kept = client_half(experiment, layout, given, before, chosen, key)
-    return CohortResult(key, cohort, chosen.sizes, before, trained, update, kept)
+    worse = find_worse(experiment, given, trained, chosen)
+    return CohortResult(key, cohort, chosen.sizes, worse, before, trained, update, kept)
+
+
+def find_worse(
+    experiment: Experiment,
+    given: tuple[ClientInputs, ClientInputs],
+    trained: Trained,
+    chosen: Federation,
+) -> Array:
+    """Find the clients whose own examples have a higher loss after training, [K]."""
+    if not experiment.must_improve:
+        return jnp.zeros(chosen.num_clients, bool)
+    models = received(given, chosen.num_clients), trained.models
+    how: Any = {"stacked": True, "batch_size": experiment.batch_size}
+    start, end = (metrics.performance(experiment.model, x, chosen, **how).loss for x in models)
+    # A loss that is not finite is no improvement either.
+    return ~(end <= start)
 
 
 def client_half(
@@ -175,7 +197,7 @@ def start_round(experiment: Experiment, state: State, federation: Federation, ke
     # [M, ...] to [K, ...].
     before = jax.tree.map(lambda x: x[cohort], (state.local, state.statistics))
     parts = parts_of(experiment, state.params, federation)
-    message = broadcast(experiment.algorithm, state, parts.trained, cohort)
+    message = broadcast(experiment.algorithm, state.algorithm, parts.trained, cohort)
     given = client_inputs(experiment.algorithm, *message, parts, before)
     return key, cohort, chosen, before, given
 
@@ -188,7 +210,7 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
         algorithm,
         state.params,
         result.update,
-        result.sizes,
+        jnp.where(result.worse, 0, result.sizes),
         state=state.algorithm,
         cohort=cohort,
         key=result.key,
@@ -204,8 +226,9 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
         mixed = jax.vmap(lambda row: tree.weighted_sum(sound, row))(shares)
         mixed = jax.tree.map(lambda new, old: new.astype(old.dtype), mixed, sound)
         statistics = statistics | mixed
-    # A client that diverged keeps what it had before the round, as clients outside the cohort do.
-    kept = tree.where(half.diverged.present, (local, statistics), result.before)
+    # A client that is left out keeps what it had before the round, as those outside the cohort do.
+    taken = half.diverged.present & ~result.worse
+    kept = tree.where(taken, (local, statistics), result.before)
     # [K, ...] back to its places in [M, ...].
     everyone = jax.tree.map(
         lambda old, new: old.at[cohort].set(new), (state.local, state.statistics), kept
@@ -220,7 +243,8 @@ def finish_round(experiment: Experiment, state: State, result: CohortResult) -> 
     # A failed round is counted too: the next one must draw another cohort.
     after = after._replace(number=state.number + 1)
     loss = jnp.where(half.weights.sum() > 0, (half.weights * losses).sum(), jnp.nan)
-    done = Round(state.number, cohort, state.params, trained, loss, half.diverged, half.info)
+    left_out, worse = half.diverged, result.worse & half.diverged.present
+    done = Round(state.number, cohort, state.params, trained, loss, left_out, half.info, worse)
     return after, done
 
 
@@ -228,59 +252,3 @@ def parts_of(experiment: Experiment, params: Params, federation: Federation) -> 
     """Split params into trained leaves, statistics and frozen leaves."""
     length = min(experiment.batch_size, federation.indices.shape[1])
     return leaves.split(experiment.model, params, federation.inputs, length)
-
-
-def download(algorithm: Algorithm, parts: Leaves, state: Any, place: int) -> dict[str, Any]:
-    """Return what the server sends to a client: the algorithm's message, and shared statistics."""
-    link = algorithm.link
-    message = link.broadcast(parts.trained, state, jnp.asarray(place) if link.personal else None)
-    kept = link.keeps(parts.statistics)
-    shared = tree.by_name(parts.statistics).items()
-    return {"message": message, "statistics": {n: x for n, x in shared if n not in kept}}
-
-
-def broadcast(
-    algorithm: Algorithm, state: State, trained: Params, cohort: Array
-) -> tuple[Any, int | None]:
-    """Return the server's message, and its client axis: None if it is the same for all clients."""
-    send = partial(algorithm.link.broadcast, trained, state.algorithm)
-    return (jax.vmap(send)(cohort), 0) if algorithm.link.personal else (send(None), None)
-
-
-def client_inputs(
-    algorithm: Algorithm,
-    message: Any,
-    axis: int | None,
-    parts: Leaves,
-    kept: tuple[Any, dict[str, Array]],
-) -> tuple[ClientInputs, ClientInputs]:
-    """Return what clients start a round with.
-
-    Args:
-        algorithm: Method that sent the message.
-        message: The server's message, and `axis` its client axis, as `broadcast` returns them.
-        axis: See `message`.
-        parts: The server's statistics, and the frozen leaves.
-        kept: What each client kept for the algorithm, and its statistics, [K, ...].
-
-    Returns:
-        What is common to all clients, and what each client has of its own, [K, ...]. Each field is
-        None in one of them.
-    """
-    local, statistics = kept
-    common, own = (
-        ClientInputs(None, None, parts.statistics, parts.frozen),
-        ClientInputs(None, None, None, None),
-    )
-    if axis is None and not jax.tree.leaves(local):
-        start, extras = algorithm.link.receive(message, local)
-        common = common._replace(start=start, extras=extras)
-    else:
-        start, extras = jax.vmap(algorithm.link.receive, in_axes=(axis, 0))(message, local)
-        own = own._replace(start=start, extras=extras)
-    if statistics:
-        # Clients keep some of the statistics, or all; the others are copies of the server's.
-        number = len(next(iter(statistics.values())))
-        stacked = leaves.replace(copies(parts.statistics, number), statistics)
-        common, own = common._replace(statistics=None), own._replace(statistics=stacked)
-    return common, own

@@ -21,15 +21,14 @@ from fisherjax._finite_uploads import finite_leaves
 from fisherjax._stacked import copies
 from fisherjax.algorithms.base import Algorithm, Report, check_algorithm, check_same_shapes
 from fisherjax.clients import Federation
+from fisherjax.local_update import hides_the_loss
 from fisherjax.parallel import Layout, Spread, in_order
 from fisherjax.rounds._cohorts import check_availability, check_chances
+from fisherjax.rounds._messages import broadcast, client_inputs, download, received
 from fisherjax.rounds._one_round import (
     Experiment,
     Round,
     State,
-    broadcast,
-    client_inputs,
-    download,
     finish_round,
     parts_of,
     train_and_summarize,
@@ -140,13 +139,9 @@ class Federated(Experiment[Report]):
         parts = leaves.split_by_name(state.params, tuple(state.statistics), ())
         parts = parts._replace(trained=leaves.trained(self.model, state.params))
         kept = state.local, state.statistics
-        message = broadcast(self.algorithm, state, parts.trained, places)
-        common, own = client_inputs(self.algorithm, *message, parts, kept)
-        start, _, statistics, _ = (
-            mine if shared is None else copies(shared, num_clients)
-            for shared, mine in zip(common, own, strict=True)
-        )
-        return leaves.join(start, statistics, copies(state.params, num_clients))
+        message = broadcast(self.algorithm, state.algorithm, parts.trained, places)
+        given = client_inputs(self.algorithm, *message, parts, kept)
+        return received((given[0]._replace(frozen=state.params), given[1]), num_clients)
 
     def traffic(self, params: Params, federation: Federation) -> Traffic:
         """Count the bytes that one client receives and sends in a round, from shapes alone."""
@@ -174,6 +169,7 @@ def federated(
     batch_size: int,
     clients_per_chunk: int | None = None,
     availability: Callable[[Array], Array] | None = None,
+    must_improve: bool = False,
 ) -> Federated[Report]:
     """Make a federated experiment of any algorithm.
 
@@ -194,6 +190,9 @@ def federated(
         availability: Function from the number of a round to the clients' chances [M], zero or more,
             in proportion to which the cohort is drawn; None draws all alike. A client with the
             chance zero never takes part. Weights in the merge are not changed by it.
+        must_improve: Whether to leave out a client whose trained model has a higher loss on the
+            client's own examples than the model that it received, at the cost of two passes over
+            them. A client whose training failed harms merges by curvature more than a mean.
 
     Returns:
         The experiment, as plain data: equal experiments share a program.
@@ -225,8 +224,14 @@ def federated(
     checks.optimizer("optimizer", optimizer)
     if availability is not None:
         checks.function("availability", availability, "lambda number: chances")
+    checks.instance("must_improve", must_improve, bool, "True or False")
+    if must_improve and hides_the_loss(model):
+        raise ValueError(
+            "must_improve compares losses of the clients' examples, which the model's private "
+            "training does not protect; expected must_improve=False."
+        )
     chunk = parallel.chunk_size(clients_per_chunk, cohort)
-    how = optimizer, epochs, batch_size, chunk, availability
+    how = optimizer, epochs, batch_size, chunk, availability, must_improve
     return Federated(model, algorithm, cohort, *how)
 
 
