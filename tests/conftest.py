@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def _few_programs_in_memory() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a law that long tests ask of many cases leave one; the others are slow.
 
-    Or as many as `@pytest.mark.long(cases=8)` says, far apart.
+    Or as many as `@pytest.mark.long(cases=8)` says, far apart. The name of the law draws the first,
+    so that among many laws every method has its turn.
     """
     laws: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
@@ -80,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             laws.setdefault((item.path, item.nodeid.split("[")[0]), []).append(item)
     for cases in laws.values():
         few = cases[0].get_closest_marker("long").kwargs.get("cases", 1)
-        kept = {place * len(cases) // few for place in range(few)}
+        first = zlib.crc32(cases[0].nodeid.split("[")[0].encode())
+        kept = {(first + place * len(cases) // few) % len(cases) for place in range(few)}
         for place, item in enumerate(cases):
             if place not in kept:
                 item.add_marker("slow")

@@ -36,9 +36,7 @@ def trained_by_all(world, optimizer):
     return trained, after > before
 
 
-@pytest.mark.parametrize(
-    "name", ["fedavg", pytest.param("fedfisher_kfac", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["fedavg", pytest.param("fedfisher_kfac", marks=pytest.mark.long)])
 def test_a_round_merges_exactly_the_clients_that_improved(world, name):
     federation, params = world
     trained, worse = trained_by_all(world, RATE)

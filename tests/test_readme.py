@@ -62,11 +62,12 @@ def test_the_readme_begins_as_the_first_merge():
     assert blocks(ROOT / "README.md") == blocks(FIRST)[:1]
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=3)
 @pytest.mark.parametrize(
     ("pages", "said"),
     [
         (("how_to/clients_on_disk",), ()),
+        (("how_to/rounds",), ()),
         (("how_to/privacy", "how_to/private_sums"), ("6.57", "2.33")),
         pytest.param(
             ("methods/unit_matching", "methods/dense"),
@@ -84,7 +85,7 @@ def test_pages_that_continue_others_run_and_print_what_they_say(pages, said, run
         assert words in text
 
 
-@pytest.mark.long
+@pytest.mark.long(cases=3)
 @pytest.mark.parametrize(
     ("page", "said"),
     [
