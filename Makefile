@@ -32,9 +32,9 @@ NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/fine_tuned notebo
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 FOREIGN := tests/test_foreign.py tests/core/test_compiler.py -m "not slow"
 # What the oldest packages are asked: whatever calls JAX for itself, and the commands' packages.
-OLD := tests/adapters tests/core tests/fisher tests/harness tests/layers tests/algorithms/test_battery.py \
-	$(patsubst %,tests/test_%.py,bad_inputs datasets files merging one_device quadratic rounds solvers \
-		training tree uploads) tests/experiments/test_one_shot.py
+OLD := tests/core tests/fisher tests/layers tests/algorithms/test_battery.py tests/adapters/test_methods.py \
+	$(patsubst %,tests/test_%.py,datasets files merging one_device quadratic rounds solvers training tree) \
+	$(patsubst %,tests/harness/test_%.py,one_round options) tests/experiments/test_one_shot.py
 # Python compiles what is imported at its first import: to compile everything takes as long as to
 # install it.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
