@@ -509,3 +509,15 @@ def test_clients_that_something_is_measured_on_are_needed(tmp_path, capsys, name
     options = [f"--{name}-clients", "0", *more, "--out", str(tmp_path / "run")]
     assert main(options) == 1
     assert f"--{name}-clients is 0, expected 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_clients_that_were_left_out_are_counted_in_the_rows_and_the_table(tmp_path):
+    words = (*SMALL, "--learning-rate", "5", "--no-barrier", "--must-improve")
+    assert main([*words, "--out", str(tmp_path)]) == 0
+    counts = values(rows_of(tmp_path), split="cohort", metric="worse")
+    assert len(counts) == 3
+    assert 0 < sum(counts)
+    heading, _, row = (tmp_path / "summary.md").read_text().splitlines()[2:5]
+    cells = dict(zip(*(line.strip("| ").split(" | ") for line in (heading, row)), strict=True))
+    assert int(cells["worse"]) == sum(counts)
