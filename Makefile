@@ -28,6 +28,8 @@ ACCELERATOR_PYTHON ?= python
 ACCELERATOR_OUT ?= runs/accelerator
 NOTEBOOKS := notebooks/one_shot notebooks/your_model notebooks/fine_tuned notebooks/theory
 
+# Kept bytecode: without it each process, of which tests start many, compiles JAX's modules for 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests of a file share what they compile: each file goes to one process.
 PYTEST := -m pytest -n $(WORKERS) --dist loadfile
 FOREIGN := tests/test_foreign.py tests/core/test_compiler.py -m "not slow"
@@ -114,6 +116,9 @@ wheel: ## Build the sdist and from it the wheel, which is used in an empty envir
 	$(WHEEL)/env/bin/python $(INSTALL) $(WHEEL)/fisherjax-*.whl
 	cd $(WHEEL) && env/bin/python $(CURDIR)/.ci/wheel.py
 
+environments: $(VENV)/.dev $(OLDEST)/.test $(FLOWER)/.test ## Install what every test needs; -j2 side by side
+	@[ -z "$(NEWEST_PYTHON)" ] || $(MAKE) --no-print-directory $(PREVIOUS)/.test PYTHON="$(NEWEST_PYTHON)"
+
 clean: ## Remove the environments, caches and build products; results under runs/ stay
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(PREVIOUS) $(FLOWER) .pytest_cache .ruff_cache .hypothesis build dist
 	rm -rf docs/get_started/*.ipynb docs/reference/*.rst docs/reference/*/
@@ -176,4 +181,4 @@ $(call environment,$(1))
 site=$$($(1)/bin/python -c '$(SITE)') && $(2)/bin/python -c '$(SITE)' > "$$site/base.pth"
 endef
 
-.PHONY: help demo accelerator test test-long test-slow test-oldest test-newest test-foreign test-flower lint types format notebook notebook-update docs wheel clean
+.PHONY: help demo accelerator environments test test-long test-slow test-oldest test-newest test-foreign test-flower lint types format notebook notebook-update docs wheel clean

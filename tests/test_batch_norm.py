@@ -443,7 +443,7 @@ class Deep(flax.linen.Module):
         return flax.linen.Dense(2, param_dtype=float)(layers()(inputs, None)[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_loop_over_layers_has_statistics_for_each(x64, key):
     inputs = np.asarray(_columns(64)[:, :4], float)
     start = networks.init(Deep(), key, inputs)

@@ -125,7 +125,7 @@ def without(frozen):
     return fj.Model(network, fj.likelihoods.categorical, mask=mask)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @of_heads
 @pytest.mark.parametrize("name", [name for name in EXCHANGES if name not in OF_THE_HEAD])
 def test_exchanges_that_solve_for_no_frozen_head_move_the_rest(name, frozen):

@@ -123,7 +123,7 @@ def with_noise(own):
     return privacy.dp_sgd(own, clip=0.5, noise_multiplier=0.3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_private_gradients_are_those_of_the_network_with_constants():
     for where in FROZEN:
         both = [summarized("fedavg", where, closed, with_noise) for closed in (False, True)]

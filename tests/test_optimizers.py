@@ -166,14 +166,8 @@ def test_epochs_one_at_a_time_and_all_at_once_end_alike(world, name):
     assert all(type(epoch) is int for epoch in seen)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name",
-    [
-        *priced(["lbfgs", "reduce_on_plateau", "sam, opaque", "adamw"]),
-        pytest.param("sam", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lbfgs", "reduce_on_plateau", "sam, opaque", "adamw", "sam"])
 def test_under_fedprox_the_loss_has_its_pull(world, name):
     optimizer = algorithms.fedprox(mu=0.7).optimizer(made(name))
     assert_like(train(world, optimizer, epochs=4).params, name, pull=0.7, epochs=4)

@@ -365,7 +365,7 @@ def test_sums_of_a_head_are_over_positions_with_a_label():
     np.testing.assert_allclose([found.squares, found.count / N], [len(y) / N] * 2, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pooled", "each"])
 def test_sentences_without_tokens_leave_no_trace_and_no_nan(name, key):
     """They have weight zero, although the network that pools divides zero by zero for them."""

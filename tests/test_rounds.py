@@ -370,7 +370,7 @@ def test_traffic_counts_bytes(world):
         assert federated(name).traffic(params, federation) == expected
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_barrier_of_a_single_client_is_zero(world):
     federation, _ = world
     for state, done in play(federated(cohort=1), world, 4):

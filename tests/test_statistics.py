@@ -141,7 +141,7 @@ def test_after_two_rounds_moments_are_those_of_the_mixture(name):
     assert np.all(state.params["moments"]["mean"] != last.start["moments"]["mean"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [algorithms.analytic_head, algorithms.natural_gradient])
 def test_exchanges_leave_statistics_as_they_are(make):
     """Nobody trains in one, and the running statistics are those of the model that is given."""

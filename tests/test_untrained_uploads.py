@@ -136,7 +136,7 @@ def merged_files(world, name, folder):
     return files.load_arrays(out)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_way_of_merging_averages_moments_and_leaves_frozen_leaves(world, name, tmp_path):
     """The moments are those of all 60 examples, by NumPy in float64, whatever the method."""

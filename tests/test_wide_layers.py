@@ -99,6 +99,7 @@ def test_the_merge_is_that_of_the_system_written_out(factors, models, side, x64)
     assert all(jax.tree.leaves(found.info.converged))
 
 
+@pytest.mark.slow
 def test_a_wide_layer_alone_is_merged_as_beside_a_narrow_one(factors, models, x64):
     fishers, params = merging(factors, models, "input")
     changes = {"factors": {"wide": fishers.factors["wide"]}, "layers": fishers.layers[:1]}

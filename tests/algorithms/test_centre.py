@@ -169,6 +169,7 @@ def test_sums_of_groups_of_clients_add_up(world, centre):
     np.testing.assert_allclose(found, expected, rtol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Blocks")
 @pytest.mark.parametrize("name", ADDED)
 def test_changes_of_a_thousand_clients_keep_their_digits(name):

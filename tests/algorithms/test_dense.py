@@ -127,6 +127,7 @@ def test_killed_and_resumed_it_ends_equal_in_every_bit(world):
     same(run(algorithm, world)[0], whole[0], atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crop", [False, True])
 def test_what_the_teacher_says_is_kept_for_each_image_and_its_mirror(world, crop):
     sent, _, _ = world
@@ -148,7 +149,7 @@ def halved(images):
     return images / 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_seeds_run_side_by_side(world):
     sent, weights, start = world
     algorithm, cohort = method(), jnp.arange(2)

@@ -73,6 +73,7 @@ def test_the_student_descends_with_one_momentum_and_a_loss_of_softened_outputs()
     np.testing.assert_allclose(info.distillation, losses, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("second", [1.0, -1.0])
 def test_images_are_drawn_for_known_labels_and_where_the_student_differs(second):
     """Of equal outputs a label is worth log 2; they count as the first class."""

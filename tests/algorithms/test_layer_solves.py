@@ -53,8 +53,8 @@ def _problem(repeats=3, clients=2):
     return jax.tree.map(jnp.asarray, (fishers, models, one))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("damping", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damping", [0.0, 1.0])
 def test_layers_solved_apart_are_those_solved_together(damping):
     fishers, models, start = _problem()
     assert {layer.kernel for layer in fishers.layers} - {

@@ -109,7 +109,7 @@ def test_who_sits_a_round_out_keeps_its_model(world, method):
             np.testing.assert_array_equal(old[away], new[away])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_alone_is_training_again_and_again(world):
     federation, start, model = world
     state, _, done = play(world, single_set(), 2)
@@ -123,7 +123,7 @@ def test_alone_is_training_again_and_again(world):
     chex.assert_trees_all_close(state.local, first, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_a_small_temperature_everybody_is_alone(world):
     cold = weighted_fedavg(world[2], temperature=1e-6)
     found, expected = play(world, cold, 2)[1], play(world, single_set(), 2)[1]
@@ -133,7 +133,7 @@ def test_of_a_small_temperature_everybody_is_alone(world):
         np.testing.assert_allclose(a[present], b[present], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_where_nobody_trains_its_norms_fedbn_is_federated_averaging(world):
     federation, start, model = world
     mask = jax.tree.map(lambda _: True, start["params"])
@@ -145,16 +145,8 @@ def test_where_nobody_trains_its_norms_fedbn_is_federated_averaging(world):
 
 
 # FedFish and FedLPA send the diagonal and the factors that others do.
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        "fedfisher_kfac",
-        "regmean",
-        pytest.param("fedfish", marks=pytest.mark.slow),
-        pytest.param("fedlpa", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", ["fedfisher_kfac", "regmean", "fedfish", "fedlpa"])
 def test_any_merge_can_leave_norms_to_the_clients(world, wrapped):
     """The shared layers are those of the merge; each client's norms and statistics its own."""
     method = fedbn(algorithms.make(wrapped, world[2]))

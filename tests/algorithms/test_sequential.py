@@ -209,7 +209,7 @@ def test_where_a_network_branches_errors_are_those_of_the_layers_that_feed_each(
         np.testing.assert_allclose(merged[name], own, rtol=1e-8)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_uploads_that_do_not_say_who_feeds_whom_are_merged_as_a_chain(residual):
     start, updates = residual
     operator = dataclasses.replace(updates.values["fisher"], feeders=None)
@@ -220,6 +220,7 @@ def test_uploads_that_do_not_say_who_feeds_whom_are_merged_as_a_chain(residual):
         np.testing.assert_allclose(merged[name], own, rtol=1e-8)
 
 
+@pytest.mark.slow
 def test_where_a_network_branches_the_laws_hold(residual):
     start, updates = residual
     merged = merging.merge(DAMPED, start, updates, WEIGHTS)[0]

@@ -162,7 +162,7 @@ def squares_of_derivatives(w, x, y):
     return jax.tree.map(lambda slope: jnp.mean(slope**2, axis=0), slopes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "squares"),
     [("fisher_merge", squares_of_derivatives), ("fedfish", squares_of_the_gradient)],

@@ -113,7 +113,7 @@ def exchanged(tmp_path_factory):
     return out
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_exchanges_without_training_are_columns_of_their_last_round(exchanged):
     with open(exchanged / "table.csv", newline="") as file:
         table = {(x["partition"], x["algorithm"]): x for x in csv.DictReader(file)}

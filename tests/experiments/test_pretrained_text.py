@@ -303,7 +303,7 @@ def test_of_adapters_all_methods_merge_clients_that_are_trained_once(options, mo
     assert {row["algorithm"][-16:] for row in second[len(first) :]} == {"merged='factors'"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_kept_adapters_are_those_that_were_trained(options, tmp_path):
     task = Config(**options)
     found = text_clients.data(task, tmp_path / "vader", tmp_path / "minilm/tokenizer.json", 0)

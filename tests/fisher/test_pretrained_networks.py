@@ -201,7 +201,7 @@ def test_the_diagonal_is_that_of_gradients_of_single_examples(x64, name):
         np.testing.assert_allclose(found[entry], expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_padding_and_merged_axes_leave_no_trace(x64):
     """Sentences are padded by two more tokens, and batch and time share an axis, or do not."""
     params = bert_leaves()

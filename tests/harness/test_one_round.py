@@ -81,6 +81,7 @@ def test_one_row_for_each_number(rows):
     assert all(0 < server[name] <= both[name] for name in NAMES)
 
 
+@pytest.mark.slow
 def test_fedprox_without_pull_and_one_round_of_scaffold_are_fedavg(rows):
     merged = values(rows)
     assert merged["fedprox"] == merged["scaffold"] == merged["fedavg"]

@@ -38,8 +38,8 @@ def test_rows_held_aside_are_of_no_client():
     assert spread.mesh.size == 1
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("aside", ["train", pytest.param("test", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("aside", ["train", "test"])
 def test_a_vote_and_its_student_leave_rows_beside_the_merges(aside, monkeypatch):
     told = {"student.epochs": 2, "student.batch_size": 32, "fedov.steps": 3, "fedov.quorum": 1}
     merging = dataclasses.replace(SMALL.merging, aside=aside, options=tuple(told.items()))
