@@ -26,6 +26,7 @@ def fisher_summary(
     kind: Kind,
     batch_size: int,
     max_examples: int | None = FISHER_EXAMPLES,
+    equal_traces: bool = False,
 ) -> tuple[Callable, str]:
     """Make `summarize` of {"params": W_i, "fisher": F_i}, and its kind; see `fedfisher`.
 
@@ -40,11 +41,24 @@ def fisher_summary(
     how: dict[str, Any] = {"kind": kind, "batch_size": batch_size}
     if max_examples is not None:
         how["max_examples"] = checks.count("max_examples", max_examples)
+    checks.instance("equal_traces", equal_traces, bool, "True or False")
+    name = f"{name_of(fisher)} Fisher"
+    if equal_traces:
+        fisher, name = by_value(partial(_at_mean_one, fisher)), f"{name} of one trace"
     # The automatic kind estimates the true Fisher, exactly or by random draws: updates of both can
     # be merged.
     kind_name = name_of(true if kind is automatic else kind)
     summarize = by_value(partial(_summarize, model, fisher, **how))
-    return summarize, f"params, {kind_name} {name_of(fisher)} Fisher"
+    return summarize, f"params, {kind_name} {name}"
+
+
+def _at_mean_one(fisher: Callable[..., Operator], *given: Any, **how: Any) -> Operator:
+    """Compute the Fisher information, divided by its mean eigenvalue; zero stays zero."""
+    found = fisher(*given, **how)
+    size = sum(x.size for x in jax.tree.leaves(found.diagonal()))
+    mean = found.trace() / size
+    # Its inverse is finite for any mean.
+    return found.times(1 / jnp.maximum(mean, jnp.finfo(mean.dtype).tiny))
 
 
 def _summarize(

@@ -36,6 +36,7 @@ def fedfisher(
     solver: Solver | None = None,
     batch_size: int = 64,
     max_examples: int | None = FISHER_EXAMPLES,
+    equal_traces: bool = False,
 ) -> Algorithm[Info]:
     """Make FedFisher, which minimises the clients' Fisher-weighted quadratic on the server.
 
@@ -60,6 +61,10 @@ def fedfisher(
         batch_size: Minibatch size of the Fisher pass.
         max_examples: Largest number of a client's examples in its Fisher pass, drawn anew by the
             key of `summarize`; None uses all.
+        equal_traces: Whether each client divides its Fisher information by its mean eigenvalue, so
+            that clients differ in directions and not in the size of their curvature. Otherwise a
+            model that is unsure of its examples counts more than others, and one that is certain
+            of all of them hardly counts.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": F_i}. With diagonal and full Fishers
@@ -81,10 +86,11 @@ def fedfisher(
 
     Source: the paper above, which has no damping, takes 2000 steps of Adam and selects one of them
         by validation (`paper_adam`), weights clients equally in the text (by p_i in the code, as
-        here), and compresses uploads to the size of FedAvg's. The centres other than the mean are
-        this library's.
+        here), and compresses uploads to the size of FedAvg's. The centres other than the mean, and
+        equal traces, are this library's.
     """
-    summarize, sent = fisher_summary(model, fisher, kind, batch_size, max_examples)
+    how = kind, batch_size, max_examples, equal_traces
+    summarize, sent = fisher_summary(model, fisher, *how)
     # The annotation shows it before any Fisher is computed; damping and `reduce` depend on it.
     found = inspect.signature(fisher).return_annotation
     operator: type[Blockwise] = found if hasattr(found, "adds_up") else Diagonal

@@ -14,7 +14,7 @@ from fisherjax._core import linalg
 from fisherjax._layers.feeders import Feeders
 from fisherjax._layers.layer import Layer, assemble, count_layers, matrix
 from fisherjax.fisher.operators import PRECISION, Blockwise, Template, describe_stack, ravel
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Array, Params, Scalar
 
 
 @jax.tree_util.register_dataclass
@@ -84,6 +84,12 @@ class Kronecker(Blockwise):
         }
         factors = jax.tree.map(factor, self.factors)
         return dataclasses.replace(self, factors=factors, entries=entries)
+
+    def times(self, factor: Scalar) -> "Kronecker":
+        """Multiply the operator by a number: the output factors and the diagonals."""
+        product, own = super().times(factor), self.factors
+        factors = {name: x | {"input": own[name]["input"]} for name, x in product.factors.items()}
+        return dataclasses.replace(product, factors=factors)
 
     def blocks(self, params: Params) -> dict[str, Array]:
         """Return the blocks of params: the matrix V of each layer, and each remaining leaf."""
@@ -166,13 +172,11 @@ class Kronecker(Blockwise):
         """Return the identity as an operator of the same shapes."""
         factors = jax.tree.map(identity_like, self.factors)
         # A scale has one matrix for each column, [r, r, o].
-        blocks = {
-            name: jnp.zeros_like(self.entries[name])
-            + identity_like(self.entries[name][:, :, 0])[..., None]
-            for name in sorted(self.scales)  # the order of a set changes from process to process
+        entries = {
+            name: identity_like(x.T).T if name in self.scales else jnp.ones_like(x)
+            for name, x in self.entries.items()
         }
-        ones = jax.tree.map(jnp.ones_like, self.entries)
-        return dataclasses.replace(self, factors=factors, entries=ones | blocks)
+        return dataclasses.replace(self, factors=factors, entries=entries)
 
     def select(self, names: Sequence[str]) -> "Kronecker":
         """Return the operator on a dict of the leaves with these names, without the others.

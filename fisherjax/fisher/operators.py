@@ -157,6 +157,10 @@ class Blockwise(abc.ABC):
         """Return each block's damping lambda: `damping` times the block's mean eigenvalue."""
         return jax.tree.map(lambda mean: damping * mean, means)
 
+    def times(self, factor: Scalar) -> Self:
+        """Multiply the operator by a number."""
+        return jax.tree.map(lambda x: x * jnp.asarray(factor, x.dtype), self)
+
     def trace(self) -> Array:
         """Return the trace, the sum of the diagonal."""
         return jnp.asarray(sum(jnp.sum(leaf) for leaf in jax.tree.leaves(self.diagonal())))

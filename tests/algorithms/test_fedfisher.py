@@ -137,6 +137,34 @@ def test_summaries_depend_on_the_clients_own_rows_only(x64):
     chex.assert_trees_all_close(left, right, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("structure", [fisher.kfac, fisher.diagonal, fisher.full])
+def test_of_equal_traces_the_size_of_a_curvature_is_no_vote(structure, x64):
+    """Neither of one client whose logits are certain, nor of one without examples."""
+    source = np.random.default_rng(0)
+    data = source.normal(size=(20, 4)), source.integers(0, 3, 20)
+    rows = np.split(source.permutation(20), [6, 6, 11])
+    federation = clients.federation(data, rows)
+    model = fj.Model(linear, fj.likelihoods.categorical)
+    models = [{"kernel": source.normal(size=(4, 3)), "bias": np.zeros(3)} for _ in range(4)]
+    models[3]["kernel"] *= 1000
+    plain, equal = (
+        algorithms.fedfisher(model, fisher=structure, equal_traces=asked) for asked in (False, True)
+    )
+    given, sent = (send(method, models, federation) for method in (plain, equal))
+    own = jax.vmap(lambda x: x.trace())(given.values["fisher"])
+    assert own[3] < 1e-3 * own[0]
+    assert own[1] == 0
+    # The same directions, of a mean eigenvalue of one.
+    factors = jnp.where(own > 0, 15 / own, 0)
+    scaled = jax.vmap(lambda x, by: x.times(by))(given.values["fisher"], factors)
+    assert_close(sent.values["fisher"], scaled)
+    merged = merging.merge(equal, models[0], sent, federation.weights)[0]
+    given = algorithms.Update(given.values | {"fisher": scaled}, given.kind)
+    assert_close(merged, merging.merge(plain, models[0], given, federation.weights)[0], 1e-7)
+    with pytest.raises(ValueError, match="of one trace"):
+        merging.merge(plain, models[0], sent)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
@@ -155,3 +183,8 @@ def test_numbers_out_of_range_are_refused(make, options, words):
 def test_options_that_are_no_functions_are_refused(option):
     with pytest.raises(TypeError, match=f"{option} is 'kfac'; expected a function"):
         algorithms.fedfisher(MODEL, **{option: "kfac"})
+
+
+def test_equal_traces_are_asked_for_or_not():
+    with pytest.raises(TypeError, match="equal_traces is an int; expected True or False"):
+        algorithms.fedfisher(MODEL, equal_traces=1)

@@ -129,6 +129,12 @@ def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
     )
 
 
+def test_times_multiplies_the_matrix_and_keeps_dtypes(operator):
+    product = operator.times(jnp.float32(2.5))
+    chex.assert_trees_all_equal_shapes_and_dtypes(product, operator)
+    assert_same(product.dense(), 2.5 * operator.dense())
+
+
 def test_the_matrix_is_symmetric_positive_semi_definite(operator):
     matrix = operator.dense()
     np.testing.assert_allclose(matrix, matrix.T, rtol=1e-10, atol=1e-12)
