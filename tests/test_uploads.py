@@ -552,6 +552,7 @@ def test_a_bad_upload_is_refused_by_name_and_nothing_is_written(paths, case, cap
         ),
         ({"shrink": 0.5}, TypeError, "fedfisher_kfac has no option 'shrink'. Did you mean"),
         ({"damping": -1.0}, ValueError, "damping is -1"),
+        ({"equal_traces": True}, ValueError, "equal_traces is an option of clients"),
         ({"on_nonfinite": "ignore"}, ValueError, "on_nonfinite is 'ignore'"),
     ],
 )
