@@ -338,7 +338,6 @@ def algorithms_of(board):
     }
 
 
-@pytest.mark.slow
 def test_32_the_command_runs_a_method_and_data_of_ones_own(board):
     assert one_shot.main([*board.words, "--algorithms", "fedavg", "median"]) == 0
     assert algorithms_of(board) == {"fedavg", "median"}

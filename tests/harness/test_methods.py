@@ -96,7 +96,7 @@ def test_an_option_of_one_method_reaches_no_other(name):
 
 # Options of the clients' half of a method; all others are the server's, or training's.
 SENT = {"batch_size", "max_examples", "received", "density", "drop", "last_epoch", "average"}
-SENT |= {"authors_split", "alpha", "steps", "step_damping"}
+SENT |= {"authors_split", "alpha", "steps", "step_damping", "equal_traces"}
 
 
 @pytest.mark.parametrize(("name", "option"), PAIRS)
