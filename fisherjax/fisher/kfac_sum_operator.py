@@ -11,7 +11,7 @@ import jax
 
 from fisherjax.fisher.kfac_operator import Kronecker
 from fisherjax.fisher.operators import Blockwise
-from fisherjax.typing import Array, Params
+from fisherjax.typing import Array, Params, Scalar
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +62,10 @@ class KroneckerSum(Blockwise):
     def block_damping(self, means: dict[str, Array], damping: Array) -> dict[str, Array]:
         """Return each block's damping lambda: `damping` times the block's mean eigenvalue."""
         return self.terms.block_damping(means, damping)
+
+    def times(self, factor: Scalar) -> "KroneckerSum":
+        """Multiply the operator by a number."""
+        return KroneckerSum(self.terms.times(factor))
 
     def diagonal(self) -> Params:
         """Return the diagonal, in the shape of params."""

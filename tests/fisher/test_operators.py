@@ -130,9 +130,13 @@ def test_mv_is_multiplication_by_the_dense_matrix(operator, vector):
 
 
 def test_times_multiplies_the_matrix_and_keeps_dtypes(operator):
-    product = operator.times(jnp.float32(2.5))
-    chex.assert_trees_all_equal_shapes_and_dtypes(product, operator)
-    assert_same(product.dense(), 2.5 * operator.dense())
+    operators = [operator]
+    if isinstance(operator, Kronecker):
+        operators.append(KroneckerSum(jax.tree.map(lambda x: jnp.stack([x, -x, x]), operator)))
+    for own in operators:
+        product = own.times(jnp.float32(2.5))
+        chex.assert_trees_all_equal_shapes_and_dtypes(product, own)
+        assert_same(product.dense(), 2.5 * own.dense())
 
 
 def test_the_matrix_is_symmetric_positive_semi_definite(operator):

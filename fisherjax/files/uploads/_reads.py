@@ -54,14 +54,14 @@ def _reads_of(name: str) -> Mapping[str, type]:
 
 def without_network(name: str, options: dict[str, Any]) -> Algorithm:
     """Make a method that merges files; it never runs the network."""
+    # Factories require a model, from which a merge of files needs nothing.
+    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     if options.get("equal_traces"):
         raise ValueError(
             "equal_traces is an option of clients, which divide their Fisher information before it "
             "is sent; expected it where uploads or Fisher files are made, and not where they are "
             "merged."
         )
-    # Factories require a model, from which a merge of files needs nothing.
-    method = algorithms.make(name, Model(_no_network, likelihoods.categorical), **options)
     # Without a model there is no mask, against which the leaves of uploads would be checked.
     return method._replace(model=None)
 
