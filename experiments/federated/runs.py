@@ -54,7 +54,8 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
     how["optimizer"] = _optimizer(task, 1.0) if grid.asked(config) else task.optimizer
     chosen_by = validation(task)
     made = {}
-    for name, method in methods(config.merging, task.model, training.batch_size).items():
+    built = methods(config.merging, task.model, training.batch_size, task.images)
+    for name, method in built.items():
         for epochs in config.local_epochs:
             algorithm = method.server(chosen_by)
             if grid.asked(config) or config.learning_rate_schedule != "constant":
@@ -71,8 +72,8 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
 
 
 def validation(task: Rounds) -> Examples | None:
-    """Return the images by which a server's Adam chooses its step, as in one round; None else."""
-    if task.config.merging.solver != "adam":
+    """Return the images by which a server chooses a step or a model, as in one round; None else."""
+    if task.config.merging.solver != "adam" and task.config.merging.choose != "validation":
         return None
     inputs, targets, indices, sizes = map(np.asarray, task.train[:4])
     own = np.sort(indices[np.arange(indices.shape[1]) < sizes[:, None]])

@@ -12,6 +12,7 @@ import fisherjax as fj
 from experiments.federated import owners, slanted
 from experiments.harness import choices, tasks
 from experiments.harness.config import OWNERS, SLANTED, Federated
+from experiments.harness.methods import Images
 from experiments.harness.titles import title
 from fisherjax.clients import Federation
 from fisherjax.datasets import ByClient, Dataset
@@ -31,17 +32,18 @@ class Rounds(NamedTuple):
     test: Federation  # the test data of all, as one client
     positions: int  # number of targets of an example, above one for sequences
     description: str  # of the data, in one line
+    images: Images | None  # what DENSE needs; None if clients' data are not of one data set
 
 
 def rounds(config: Federated) -> Rounds:
     """Read the data and split them over clients that train, validate and are held out."""
     read = _owned if config.data.dataset in OWNERS else _images
-    model, init, everybody, groups, test, words = read(config)
+    model, init, everybody, groups, test, *words = read(config)
     # Each group is numbered from 0, so that random draws do not depend on the original numbers.
     federations = [_numbered(everybody, group) for group in groups]
     positions = math.prod(test.targets.shape[1:])
     return Rounds(
-        config, model, init, tasks.optimizer(config.training), *federations, test, positions, words
+        config, model, init, tasks.optimizer(config.training), *federations, test, positions, *words
     )
 
 
@@ -69,7 +71,8 @@ def _images(config: Federated) -> tuple[Any, ...]:
     model, _, init = tasks.build_network(data, train, config.training)
     tested = fj.clients.federation(test, fj.partition.central(len(test.targets)))
     groups = owners.draw_groups(config, np.arange(number), number)
-    return model, init, everybody, groups, tested, title(data)
+    images = tasks.images(data, train, test)
+    return model, init, everybody, groups, tested, title(data), images
 
 
 def _owned(config: Federated) -> tuple[Any, ...]:
@@ -83,4 +86,4 @@ def _owned(config: Federated) -> tuple[Any, ...]:
         model, init = tasks.of_network(network, own.data[0], likelihood)
     test = [np.concatenate([own.rows[client] for client in own.groups[2]])]
     everybody, tested = (fj.clients.federation(own.data[:2], x) for x in (own.rows, test))
-    return model, init, everybody, own.groups, tested, own.words
+    return model, init, everybody, own.groups, tested, own.words, None

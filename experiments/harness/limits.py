@@ -63,6 +63,11 @@ def check_one_shot(config: OneShot) -> None:
 def check_federated(config: Federated) -> None:
     """Refuse values that no experiment in rounds can have."""
     _check(config, (*IMAGES, SLANTED, *OWNERS), config.cohort)
+    for algorithm in filter(is_vote, map(merged_first, config.merging.algorithms)):
+        raise ValueError(
+            f"--algorithms names {algorithm}, a vote of models that are not merged into one which "
+            "clients could train on: use experiments.one_shot"
+        )
     check_name("server_optimizer", config.server_optimizer, configs.SERVER_OPTIMIZERS)
     check_name("learning_rate_schedule", config.learning_rate_schedule, configs.SCHEDULES)
     check_name("tracker", config.tracker, configs.TRACKERS)

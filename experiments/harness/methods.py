@@ -67,8 +67,6 @@ def methods(
     for name in merging.algorithms:
         first, last = merged_first(name), name.rpartition("+")[2]
         if is_vote(first):
-            if images is None:
-                raise ValueError("--algorithms names a vote, which is no model: see one_shot")
             continue
         if distils(first):
             average = fj.algorithms.fedavg()
@@ -100,7 +98,10 @@ def _distilled(
 ) -> Method:
     """Make DENSE, by its name, which continues from another method's merge of the same updates."""
     if images is None:
-        raise ValueError(f"--algorithms names {name}, which merges once: use experiments.one_shot")
+        raise ValueError(
+            f"--algorithms names {name}, which learns from generated images of one "
+            "data set; expected a data set of images that --partition divides"
+        )
     how = {"fedfisher": Distillation(), "fedlpa": FEDLPA_DISTILLATION}[merging.distillation]
     options = options_of(merging, name)
     how = how._replace(**{o: options.pop(o) for o in how._fields if o in options})
@@ -134,8 +135,8 @@ def _scored(
     """Make a method choose among its own options by the accuracy on examples."""
     if images is None:
         raise ValueError(
-            f"--choose is {merging.choose}, expected last in rounds: {name} chooses only in "
-            "experiments.one_shot"
+            f"--choose is {merging.choose}, expected last: {name} chooses by images of one data "
+            "set that --partition divides"
         )
     make = partial(fj.algorithms.make, name, model, **options_of(merging, name))
     make(score=jnp.sum)  # errors in the options are raised before anything is trained

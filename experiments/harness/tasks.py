@@ -80,24 +80,29 @@ def shared(config: OneShot, train: Dataset, test: Dataset) -> OneRound:
     model, normalize, init = build_network(config.data, train, config.training, wide)
     params = jax.eval_shape(init, jax.eval_shape(jax.random.key, 0))
     check_full(config.merging.algorithms, params, config.data.num_clients)
-    tested = Examples(*jax.device_put((test.inputs, test.targets)))
-    normal = standardizer(train) if config.data.normalize else None
-    images = Images(train.inputs.shape[1:], config.data.augment, tested, normal)
+    made = images(config.data, train, test)
     return OneRound(
         config=config,
         model=model,
         normalize=normalize,
         init=init,
         optimizer=optimizer(config.training),
-        methods=methods(config.merging, model, config.training.batch_size, images),
+        methods=methods(config.merging, model, config.training.batch_size, made),
         federations={},
         central=fj.clients.federation(train, fj.partition.central(len(train.targets))),
         label_counts={},
         validation=partial(draw_validation, Examples(train.inputs, train.targets)),
-        test=tested,
+        test=made.test,
         accuracy=partial(_accuracy, model),
         voting=_voting(config, train, model, normalize, init),
     )
+
+
+def images(data: Data, train: Dataset, test: Dataset) -> Images:
+    """Return what methods need that generate images, or choose by test images."""
+    tested = Examples(*jax.device_put((test.inputs, test.targets)))
+    normal = standardizer(train) if data.normalize else None
+    return Images(train.inputs.shape[1:], data.augment, tested, normal)
 
 
 def _accuracy(model: Model, params: Params, test: Examples, *, stacked: bool = False) -> AnyArray:

@@ -414,10 +414,23 @@ def test_rounds_take_the_solver_and_the_options_that_were_asked_for():
     assert algorithm("--fedprox.mu", "1") == made[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedfisher_diag", ["--solver", "adam"]),
+        (
+            "dense",
+            [
+                *("--choose", "validation", "--dense.learning-rate", "1", "--dense.width", "8"),
+                *("--dense.epochs", "3", "--dense.steps", "1"),
+            ],
+        ),
+    ],
+)
 @pytest.mark.long
-def test_the_servers_adam_is_validated_in_rounds_as_in_one_round():
+def test_servers_choose_in_rounds_as_in_one_round(name, options):
     """By the same images if all clients train."""
-    words = ["--algorithms", "fedfisher_diag", "--solver", "adam", "--num-clients", "3"]
+    words = ["--algorithms", name, *options, "--num-clients", "3"]
     alone = ["--validation-clients", "0", "--held-out-clients", "0", "--cohort", "3"]
     rounds = tasks.rounds(parse([*words, *alone, "--local-epochs", "1", "--partition-seed", "2"]))
     asked = commands.read(
@@ -427,12 +440,12 @@ def test_the_servers_adam_is_validated_in_rounds_as_in_one_round():
     images = shot.validation(2)
     chex.assert_trees_all_equal(tuple(runs.validation(rounds)[:2]), tuple(images[:2]))
     models = [shot.init(jax.random.key(seed)) for seed in range(3)]
-    method, federation = shot.methods["fedfisher_diag"], shot.federations[2]
+    method, federation = shot.methods[name], shot.federations[2]
     sent = fj.merging.summarize(method.clients, models, federation, key=jax.random.key(0))
     found, expected, last = (
         fj.merging.merge(algorithm, models[0], sent, federation.weights)[0]
         for algorithm in (
-            runs.prepare(rounds)["fedfisher_diag", 1].algorithm,
+            runs.prepare(rounds)[name, 1].algorithm,
             method.server(images),
             method.server(None),
         )
@@ -451,6 +464,7 @@ def test_the_servers_adam_is_validated_in_rounds_as_in_one_round():
         (["--total-epochs", "5", "--local-epochs", "2"], "--total-epochs is 5"),
         (["--server-learning-rate", "0.1"], "--server-learning-rate is 0.1"),
         (["--held-out-plays", "1"], "--held-out-plays is 1"),
+        (["--algorithms", "fedavg", "fedov"], "--algorithms names fedov, a vote of models"),
         (["--local-learning-rate", "0.05"], "--local-learning-rate is 0.05, expected several"),
         (["--local-learning-rate", "0", "0.1"], "--local-learning-rate is 0.0 0.1, expected a num"),
         (

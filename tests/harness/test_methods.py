@@ -192,8 +192,10 @@ def test_choices_that_cannot_be_made_are_refused_before_anything_is_trained():
     with pytest.raises(ValueError, match=r"correction is False.*but a score selects"):
         methods(asked, MODEL, 8, images)
     asked = told("--algorithms", "otfusion", "--choose", "validation")
-    with pytest.raises(ValueError, match="--choose is validation, expected last in rounds"):
+    with pytest.raises(ValueError, match="--choose is validation, expected last: otfusion"):
         methods(asked, MODEL, 8)
+    with pytest.raises(ValueError, match="names dense, which learns from generated images of one"):
+        methods(told("--algorithms", "dense"), MODEL, 8)
 
 
 @pytest.mark.parametrize(
