@@ -64,7 +64,8 @@ def fedfisher(
         equal_traces: Whether each client divides its Fisher information by its mean eigenvalue, so
             that clients differ in directions and not in the size of their curvature. Otherwise a
             model that is unsure of its examples counts more than others, and one that is certain
-            of all of them hardly counts.
+            of all of them hardly counts. Use it where clients have equally many classes: the size
+            also grows with their number, and rightly so.
 
     Returns:
         The algorithm. Updates are {"params": W_i, "fisher": F_i}. With diagonal and full Fishers
