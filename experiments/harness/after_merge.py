@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import fisherjax as fj
 from experiments.harness import records, steps, tasks
 from experiments.harness.config import OneShot
 
@@ -44,17 +43,13 @@ def exchanged(
     Seconds and bytes of a row are those of all rounds until then.
     """
     federation = task.federations[unit[0]]
-    chunk = steps.training_options(task, federation)["clients_per_chunk"]
     key = steps.fold_in(steps.start(task, unit[1])[1], _EXCHANGES)
     for last, plan in exchanges(task.config).items():
         current = model
         for number, step in enumerate(plan, start=2):
             progress(f"{name}+{last}: exchange without training")
-            method = fj.algorithms.make(step, task.model)
-            how = {"key": steps.fold_in(key, number), "clients_per_chunk": chunk}
-            sent = fj.merging.messages(method, current.params, federation, **how)
-            messages, seconds = steps.timed(list, sent)
-            size = sum(steps.upload_bytes(message.sent) for message in messages)
-            total = round(current.seconds + seconds, 4), current.upload_bytes + size
-            current = steps.Merged(messages[-1].params, *total)
+            given = task, federation, step, current.params, steps.fold_in(key, number)
+            found = steps.exchange(*given)
+            seconds = round(current.seconds + found.seconds, 4)
+            current = steps.Merged(found.params, seconds, current.upload_bytes + found.upload_bytes)
             yield steps.measure(task, unit, f"{name}+{last}", current)._replace(round=number)

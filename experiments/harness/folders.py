@@ -33,7 +33,7 @@ GROWS = (
     *("kinds", "counts", "codecs", "sizes", "noise_multipliers", "views", "clients"),
     *("datasets", "alphas", "betas", "classes", "num_clients", "cases", "starts"),
     *("central", "rounds", "total_epochs", "then_rounds", "exchanges", "draws"),
-    *("ranks", "merged", "keep_clients"),
+    *("ranks", "merged", "keep_clients", "orders"),
 )
 """Options of which a folder may get more: further values of a list, or a greater number."""
 _ONLY_LISTS = ("classes", "num_clients")

@@ -141,6 +141,17 @@ def average(trained: Trained, weights: Array) -> Params:
     return trained._replace(**fj.tree.weighted_sum(changed(trained), weights)).whole
 
 
+def exchange(task: OneRound, federation: Federation, step: str, params: Params, key: Key) -> Merged:
+    """Run an exchange without training from a model; return the model behind it, and its cost."""
+    method = fj.algorithms.make(step, task.model)
+    chunk = training_options(task, federation)["clients_per_chunk"]
+    how = {"key": key, "clients_per_chunk": chunk}
+    sent = fj.merging.messages(method, params, federation, **how)
+    messages, seconds = timed(list, sent)
+    size = sum(upload_bytes(message.sent) for message in messages)
+    return Merged(messages[-1].params, seconds, size)
+
+
 def upload_bytes(stacked: Any) -> int:
     """Return the size in bytes of one client's upload."""
     return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(stacked))

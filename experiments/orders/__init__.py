@@ -1,0 +1,1 @@
+"""Orders of local training, merges and exchanges: `python -m experiments.orders`."""
