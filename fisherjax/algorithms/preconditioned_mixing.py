@@ -40,13 +40,19 @@ def preconditioned_mixing(
 ) -> Algorithm[Info]:
     """Make preconditioned mixing: each client ends its training with steps of K-FAC.
 
-        W_i <- W_i - (F_i + mu_i)^-1 g_i,      g_i the gradient of the client's mean loss,
+        W_i <- W_i - s_i (F_i + mu_i)^-1 g_i,      g_i the gradient of the client's mean loss,
         W    = (sum_i p_i P_i)^-1 sum_i p_i P_i W_i,      P_i = F_i + lambda.
 
-    If P_i is also the matrix of a client's step, and this step is its only one, then a round is the
-    step of all data, W - (sum_i p_i P_i)^-1 sum_i p_i g_i, however different the P_i are. The mean
-    of the W_i is not: it adds up steps that each client's own curvature has scaled. With equal P_i
-    the mixing is federated averaging. FedFisher is the same without the client's steps.
+    If P_i is also the matrix of a client's step, and this step is its only one, of length s_i = 1,
+    then a round is the step of all data, W - (sum_i p_i P_i)^-1 sum_i p_i g_i, however different
+    the P_i are. The mean of the W_i is not: it adds up steps that each client's own curvature has
+    scaled. With equal P_i the mixing is federated averaging. FedFisher is the same without the
+    client's steps.
+
+    The length s_i is the first of 1, 1/4, 1/16, ... after which the client's loss is lower, at a
+    pass over its examples each; if there is none, the client stays. Whole steps are too long where
+    a model is far from an optimum: the Fisher information of outputs that are certain is zero, also
+    where they are wrong.
 
     Args:
         model: The network and the likelihood of its outputs.
@@ -81,8 +87,8 @@ def preconditioned_mixing(
         [[0.3]]
 
     Source: the abstract of the paper above, and its equations for one local step as a review quotes
-        them; the paper itself has not been read. K-FAC as the curvature, the damping, the epochs of
-        the user's optimiser before, and several steps are this library's.
+        them; the paper itself has not been read. K-FAC as the curvature, the damping, the length of
+        steps, the epochs of the user's optimiser before, and several steps are this library's.
     """
     checks.count("steps", steps)
     checks.positive("step_damping", step_damping)
@@ -100,6 +106,9 @@ def preconditioned_mixing(
     # What clients send depends on their steps. As a float, 1 has the name of 1.0.
     sent = f"{sent}, after {steps} steps of damping {1.0 * step_damping}"
     return Algorithm(summarize, solve_sums(solver, damping), kind=sent, model=model)
+
+
+_SHORTEST = 4.0**-8
 
 
 class _Steps(NamedTuple):
@@ -121,19 +130,56 @@ def _summarize(
         del number
         there = trained._replace(params=before["params"])
         found, _ = estimate(key, there, examples, local)
-        gradient = _gradient(model, steps.batch_size, there.whole, examples)
-        move = kfac_direction(found["fisher"], gradient, steps.damping)
-        moved = jax.tree.map(lambda w, d: w + d.astype(w.dtype), there.params, move)
-        return found | {"params": moved}
+        given = model, steps.batch_size, there.whole, examples
+        loss = _loss(*given)
+        move = kfac_direction(found["fisher"], _gradient(*given), steps.damping)
+
+        def moved(length: Array | float) -> Params:
+            return jax.tree.map(lambda w, d: w + (length * d).astype(w.dtype), there.params, move)
+
+        def improves(length: Array) -> Array:
+            after = there._replace(params=moved(length)).whole
+            return _loss(model, steps.batch_size, after, examples) < loss
+
+        return found | {"params": moved(_first_length(improves))}
 
     first = step(0, {"params": trained.params})
     last = jax.lax.fori_loop(1, steps.number, step, first) if steps.number > 1 else first
     return last, local
 
 
+def _first_length(improves: Callable[[Array], Array]) -> Array:
+    """Return the first of the lengths 1, 1/4, 1/16, ... that improves; 0 if none of them does."""
+
+    def is_too_long(length: Array) -> Array:
+        return (length > 0) & ~improves(length)
+
+    def shorter(length: Array) -> Array:
+        return jnp.where(length > _SHORTEST, length / 4, 0.0)
+
+    return jax.lax.while_loop(is_too_long, shorter, jnp.ones(()))
+
+
 @partial(jit, static_argnums=(0, 1))
 def _gradient(model: Model, batch_size: int, params: Params, examples: Examples) -> Params:
     """Compute the gradient of the mean loss of a client's examples, by its trained leaves."""
+    return _mean(model, batch_size, params, examples, jax.grad)
+
+
+@partial(jit, static_argnums=(0, 1))
+def _loss(model: Model, batch_size: int, params: Params, examples: Examples) -> Array:
+    """Compute the mean loss of a client's examples."""
+    return _mean(model, batch_size, params, examples, lambda loss: loss)
+
+
+def _mean(
+    model: Model,
+    batch_size: int,
+    params: Params,
+    examples: Examples,
+    what: Callable[[Callable], Callable],
+) -> Any:
+    """Compute the mean over a client's examples of what is made of the loss of a batch."""
     apply, own = leaves.bind_untrained(model, params)
 
     def loss(w: Params, inputs: Array, targets: Array, weights: Array) -> Array:
@@ -143,9 +189,9 @@ def _gradient(model: Model, batch_size: int, params: Params, examples: Examples)
         # Rows of weight zero fill a short minibatch.
         return jnp.where(weights > 0, weights.astype(losses.dtype) * losses, 0).sum()
 
-    def batch_sums(inputs: Array, targets: Array, weights: Array, key: None) -> Params:
+    def batch_sums(inputs: Array, targets: Array, weights: Array, key: None) -> Any:
         del key
-        return jax.grad(loss)(own, inputs, targets, weights)
+        return what(loss)(own, inputs, targets, weights)
 
     examples = _padding.drop_uncounted(model, examples)
     return _passes.weighted_mean(batch_sums, examples, key=None, batch_size=batch_size)

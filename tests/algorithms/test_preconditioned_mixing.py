@@ -130,6 +130,25 @@ def test_at_their_own_optima_clients_send_what_fedfishers_send(regression):
     assert left.kind != right.kind
 
 
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_no_step_raises_a_clients_loss(scale):
+    """A model that is certain and wrong has no Fisher information to bound its steps."""
+    random = np.random.default_rng(1)
+    x, y = random.normal(size=(40, 4)), random.integers(0, 3, 40)
+    federation = fj.clients.federation((x, y), [range(20), range(20, 40)])
+    model = fj.Model(lambda w, x: x @ w, fj.likelihoods.categorical)
+    start = scale * random.normal(size=(4, 3))
+    own = fj.clients.select(federation, [0])
+    losses = [fj.metrics.performance(model, start, own).loss.item()]
+    for number in range(3):
+        method = algorithms.preconditioned_mixing(model, step_damping=1e-6)
+        sent = merging.summarize(method, [start], own, key=jax.random.fold_in(KEY, number))
+        start = sent.values["params"][0]
+        losses.append(fj.metrics.performance(model, start, own).loss.item())
+    assert np.all(np.diff(losses) <= 1e-12)
+    assert losses[-1] < 0.9 * losses[0]
+
+
 def test_what_clients_send_has_another_kind_for_other_steps(regression):
     kinds = {method_of(regression, **how).kind for how in ({}, {"steps": 2}, {"step_damping": 0.1})}
     assert len(kinds) == 3
