@@ -42,7 +42,7 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         "MB sent by a client": lambda one: one.bytes / 1e6,
     }
     curves = {what: _curves(asked, measured, cost) for what, cost in costs.items()}
-    shown = [_ends(asked, measured, curves, titles.title(asked.data))]
+    shown = [_ends(asked, measured, curves)]
     shown += [_within(what, own) for what, own in curves.items()]
     taken = [(step, f"{seconds:.3g}") for step, seconds in each.items()]
     shown.append(tables.Table("seconds of a step", ("step", "seconds"), taken))
@@ -51,7 +51,8 @@ def _report(asked: Config, measured: Sequence[Measurement], console: Console) ->
         "Accuracy on the test data in %, mean over splits and seeds. Seconds are of all clients "
         "together and of the server, for training those of an epoch, medians over all runs."
     )
-    studies.report(asked, PROGRAM, shown, {"orders.png": "accuracy over costs"}, console, words)
+    pictures, title = {"orders.png": "accuracy over costs"}, titles.title(asked.data)
+    studies.report(asked, PROGRAM, shown, pictures, console, words, title)
 
 
 def _seconds(measured: Sequence[Measurement]) -> dict[str, float]:
@@ -80,7 +81,7 @@ def _curves(
 
 
 def _ends(
-    asked: Config, measured: Sequence[Measurement], curves: dict[str, dict[str, Curve]], title: str
+    asked: Config, measured: Sequence[Measurement], curves: dict[str, dict[str, Curve]]
 ) -> tables.Table:
     lines = []
     for order in asked.orders:
@@ -89,7 +90,7 @@ def _ends(
         epochs = sum(epochs for _, epochs in runs.plan(order))
         costs = (f"{own[order][-1][0]:.3g}" for own in curves.values())
         lines.append((order, tables.spread(found), str(epochs), *costs))
-    return tables.Table(title, ("order", "accuracy at its end", "epochs", *curves), lines)
+    return tables.Table("whole orders", ("order", "accuracy", "epochs", *curves), lines)
 
 
 def _within(what: str, curves: dict[str, Curve]) -> tables.Table:

@@ -34,6 +34,7 @@ class Config(commands.Imports):
         f"5 {_K_FAC} analytic_head natural_gradient x4",
         f"5 {_K_FAC} analytic_head x4",
         f"5 {_K_FAC} x8",
+        "5 preconditioned_mixing x8",
         f"1 {_K_FAC} analytic_head natural_gradient x8",
         "1 fedavg analytic_head 4*natural_gradient",
         "1 fedavg x40",
