@@ -130,7 +130,7 @@ def test_at_their_own_optima_clients_send_what_fedfishers_send(regression):
     assert left.kind != right.kind
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e4])
 def test_no_step_raises_a_clients_loss(scale):
     """A model that is certain and wrong has no Fisher information to bound its steps."""
     random = np.random.default_rng(1)
@@ -146,7 +146,8 @@ def test_no_step_raises_a_clients_loss(scale):
         start = sent.values["params"][0]
         losses.append(fj.metrics.performance(model, start, own).loss.item())
     assert np.all(np.diff(losses) <= 1e-12)
-    assert losses[-1] < 0.9 * losses[0]
+    # Without any curvature the client stays.
+    assert losses[-1] < 0.9 * losses[0] if scale < 1e4 else np.isfinite(start).all()
 
 
 def test_what_clients_send_has_another_kind_for_other_steps(regression):
