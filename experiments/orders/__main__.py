@@ -7,7 +7,7 @@ An order is a line of steps: a number of local epochs, the merge behind them, an
 training, of which 4*natural_gradient is four; x3 at its end is for three times all of it. All
 clients take part in every step. results.csv has a row for each step, summary.md the accuracy that
 an order reached within some seconds and bytes, and orders.png the curves. Seconds of a step are its
-median over all runs; the first step of a kind runs twice, so that compiling does not count. The
+median over all runs; a step of each kind runs once before, so that compiling does not count. The
 same command continues an interrupted run.
 """
 

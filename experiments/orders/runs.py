@@ -157,7 +157,7 @@ def measured(
 
 
 def _run(task: tasks.OneRound, unit: Unit, compiled: set[str]) -> list[Measurement]:
-    """Run an order; the first step of each kind runs twice, once to compile what it needs."""
+    """Run an order; before the first step of each kind it runs once, to compile what it needs."""
     order, split, seed = unit
     model, key = steps.start(task, seed)
     found, rows, trained = plan(order), [], None
@@ -166,13 +166,13 @@ def _run(task: tasks.OneRound, unit: Unit, compiled: set[str]) -> list[Measureme
         if step == TRAIN:
             # FedProx and others change how their clients train.
             optimizer = task.methods[found[number][0]].clients.optimizer(task.optimizer)
-            compute = partial(_train, *given, optimizer, epochs)
+            first, compute = (partial(_train, *given, optimizer, n) for n in (1, epochs))
         elif trained is not None:
-            compute = partial(_merge, *given, step, trained)
+            first = compute = partial(_merge, *given, step, trained)
         else:
-            compute = partial(_exchange, *given, step)
+            first = compute = partial(_exchange, *given, step)
         if step not in compiled:
-            compute()
+            first()
             compiled.add(step)
         (model, trained), seconds, size = compute()
         accuracy = round(float(task.accuracy(model, task.test)), 6)
