@@ -73,7 +73,9 @@ def prepare(task: Rounds) -> dict[tuple[str, int], fj.rounds.Federated]:
 
 def validation(task: Rounds) -> Examples | None:
     """Return the images by which a server chooses a step or a model, as in one round; None else."""
-    if task.config.merging.solver != "adam" and task.config.merging.choose != "validation":
+    merging = task.config.merging
+    chooses = merging.choose == "validation" and task.images is not None
+    if merging.solver != "adam" and not chooses:
         return None
     inputs, targets, indices, sizes = map(np.asarray, task.train[:4])
     own = np.sort(indices[np.arange(indices.shape[1]) < sizes[:, None]])

@@ -108,7 +108,7 @@ def preconditioned_mixing(
     return Algorithm(summarize, solve_sums(solver, damping), kind=sent, model=model)
 
 
-_SHORTEST = 4.0**-8
+_SHORTEST = 4.0**-8  # the last length that is tried before a client stays
 
 
 class _Steps(NamedTuple):
@@ -134,7 +134,7 @@ def _summarize(
         loss = _loss(*given)
         move = kfac_direction(found["fisher"], _gradient(*given), steps.damping)
 
-        def moved(length: Array | float) -> Params:
+        def moved(length: Array) -> Params:
             return jax.tree.map(lambda w, d: w + (length * d).astype(w.dtype), there.params, move)
 
         def improves(length: Array) -> Array:
@@ -155,7 +155,7 @@ def _first_length(improves: Callable[[Array], Array]) -> Array:
         return (length > 0) & ~improves(length)
 
     def shorter(length: Array) -> Array:
-        return jnp.where(length > _SHORTEST, length / 4, 0.0)
+        return jnp.where(length > _SHORTEST, length / 4, 0)
 
     return jax.lax.while_loop(is_too_long, shorter, jnp.ones(()))
 

@@ -439,6 +439,9 @@ def test_servers_choose_in_rounds_as_in_one_round(name, options):
     shot = one_round_tasks.one_round(asked)
     images = shot.validation(2)
     chex.assert_trees_all_equal(tuple(runs.validation(rounds)[:2]), tuple(images[:2]))
+    # Clients that are read from disk have no images in memory that could choose.
+    on_disk = rounds._replace(images=None, train=None)
+    assert name != "dense" or runs.validation(on_disk) is None
     models = [shot.init(jax.random.key(seed)) for seed in range(3)]
     method, federation = shot.methods[name], shot.federations[2]
     sent = fj.merging.summarize(method.clients, models, federation, key=jax.random.key(0))
